@@ -1,0 +1,79 @@
+"""Option kinds shared by commands: vLLM's spellings, which click does not know by itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+_SUFFIXES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
+
+
+class HumanInt(click.ParamType):
+    """An integer, also as 4k (4,000), 4K (4,096), 2.5M or 8G."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", str(value).strip())
+        if not found:
+            self.fail(f"{value!r} is not a number such as 4096, 4k, 4K or 2G", param, ctx)
+        return int(float(found[1]) * _SUFFIXES.get(found[2], 1))
+
+
+class VllmCommand(click.Command):
+    """Accepts `--flag A B` for options that take several values, and underscores in flag names, as vLLM does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        several = {name for option in self.params if option.multiple for name in option.opts}  # type: ignore[attr-defined]
+        spread: list[str] = []
+        current, needs_value = None, False
+        for index, arg in enumerate(args):
+            if arg == "--":
+                spread.extend(args[index:])
+                break
+            if arg.startswith("-"):
+                name, equals, value = arg.partition("=")
+                arg = name.replace("_", "-") + equals + value if name.startswith("--") else arg
+                current, needs_value = (arg, True) if arg in several else (None, False)
+                spread.append(arg)
+            elif current is not None and not needs_value:
+                spread.extend((current, arg))
+            else:
+                spread.append(arg)
+                needs_value = False
+        return super().parse_args(ctx, spread)
+
+
+def engine_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The settings of an engine, for every command that starts one. Their names are EngineArgs' fields."""
+    options = [
+        click.option("--revision", help="Branch, tag or commit of a hub model."),
+        click.option("--tokenizer", metavar="PATH|ID", help="Take the tokenizer from here instead."),
+        click.option("--chat-template", metavar="PATH|TEXT", help="Jinja chat template, in place of the model's."),
+        click.option("--trust-remote-code", is_flag=True, help="Let a hub model's own tokenizer code run."),
+        click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16."),
+        click.option("--device", default="auto", show_default=True, help="auto or cpu."),
+        click.option("--max-model-len", type=HumanInt(), help="Context length: prompt and answer together."),
+        click.option("--max-num-seqs", type=HumanInt(), help="Sequences that run at once."),
+        click.option("--max-num-batched-tokens", type=HumanInt(), help="Tokens computed in one step."),
+        click.option("--block-size", type=HumanInt(), help="Tokens in a block of the KV cache."),
+        click.option("--gpu-memory-utilization", type=float, help="Share of free memory to use (on a CPU too)."),
+        click.option("--kv-cache-memory-bytes", type=HumanInt(), help="Size of the KV cache, such as 2G."),
+        click.option("--num-gpu-blocks-override", type=HumanInt(), help="Number of KV blocks, for testing."),
+        click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=None, help="On by default."),
+        click.option("--enable-chunked-prefill/--no-enable-chunked-prefill", default=None, help="On by default."),
+        click.option(
+            "--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True
+        ),
+        click.option("--max-waiting", type=HumanInt(), help="Sequences that may wait; more are answered 429."),
+        click.option("--seed", type=int, default=0, show_default=True, help="Seed of requests that bring none."),
+        click.option("--threads", type=int, help="CPU threads; by default the cores this process may use."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function

@@ -1,0 +1,285 @@
+"""Every engine setting, resolved once into a frozen object that remembers why each value was chosen.
+
+`EngineArgs` is what the user said, None meaning "inferred"; `resolve` turns it into an `EngineConfig` from the
+checkpoint's headers and the machine, before anything heavy is imported or any weight is read. A start that cannot
+succeed is refused here, with what would fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidemill.errors import ConfigError, OutOfMemory
+from tidemill.hardware import Hardware
+from tidemill.models.config import DecoderConfig
+from tidemill.models.registry import decoder_config
+
+GIB = 2**30
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_SPELLINGS = {"float": "float32", "half": "float16"}
+RUNTIME_BYTES = 400 * 2**20
+"""What Python, torch and its thread pools hold before any model: measured 300 to 400 MB."""
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """What the user asked for. Names are vLLM's flags."""
+
+    model: str = "smollm2"
+    revision: str | None = None
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool | None = None
+    enable_chunked_prefill: bool | None = None
+    scheduling_policy: str = "fcfs"
+    max_waiting: int | None = None
+    seed: int = 0
+    threads: int | None = None
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What will run. `why` maps a field to the reason for its value."""
+
+    model_path: str
+    model_kind: str
+    model_origin: str
+    device: str
+    dtype: str
+    threads: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    scheduling_policy: str
+    max_waiting: int
+    seed: int
+    vocab_size: int
+    eos_ids: list[int]
+    weight_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    why: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_cache_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def full_length_requests(self) -> float:
+        """How many requests of max_model_len the cache holds at once."""
+        return self.num_cache_tokens / self.max_model_len
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What resolving needs to know of a checkpoint: from its headers alone."""
+
+    path: str
+    kind: str
+    origin: str
+    raw_config: Mapping[str, Any]
+    num_parameters: int
+    stored_dtype: str
+    eos_ids: tuple[int, ...]
+
+
+def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineConfig:
+    why: dict[str, str] = {}
+    shape = decoder_config(facts.raw_config)
+    device = _device(args, why)
+    dtype = _dtype(args, facts, hardware, why)
+    block_size = _positive("block_size", args.block_size, 16, why, "default")
+    max_num_seqs = _positive("max_num_seqs", args.max_num_seqs, 64, why, "default on a CPU")
+    threads = _positive("threads", args.threads, hardware.cores, why, hardware.cores_why)
+    wanted_len = _positive("max_model_len", args.max_model_len, shape.max_position, why, "the model's own limit")
+    if wanted_len < 2:
+        raise ConfigError("max_model_len must be at least 2: one prompt token and one new one", param="max_model_len")
+    _check_length(args, shape, wanted_len)
+    chunked = True if args.enable_chunked_prefill is None else args.enable_chunked_prefill
+    batched = _batched_tokens(args, chunked, wanted_len, max_num_seqs, why)
+    weight_bytes = facts.num_parameters * DTYPE_BYTES[dtype]
+    activation_bytes = activations(shape, batched, max_num_seqs)
+    per_block = shape.kv_bytes_per_token(DTYPE_BYTES[dtype]) * block_size
+    num_blocks = _num_blocks(
+        args, hardware, per_block, block_size, weight_bytes + activation_bytes, wanted_len, max_num_seqs, why
+    )
+    max_model_len = wanted_len
+    if num_blocks * block_size < wanted_len:
+        max_model_len = _shorter_length(args, num_blocks * block_size, wanted_len, per_block, block_size, why)
+    return EngineConfig(
+        model_path=facts.path,
+        model_kind=facts.kind,
+        model_origin=facts.origin,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=True if args.enable_prefix_caching is None else args.enable_prefix_caching,
+        enable_chunked_prefill=chunked,
+        scheduling_policy=args.scheduling_policy,
+        max_waiting=_positive("max_waiting", args.max_waiting, 16 * max_num_seqs, why, "16 per running seat"),
+        seed=args.seed,
+        vocab_size=shape.vocab_size,
+        eos_ids=[token for token in facts.eos_ids if 0 <= token < shape.vocab_size],
+        weight_bytes=weight_bytes,
+        kv_bytes=num_blocks * per_block,
+        activation_bytes=activation_bytes,
+        why=why,
+    )
+
+
+def activations(shape: DecoderConfig, tokens: int, rows: int) -> int:
+    """Peak of a step beside weights and cache: the widest layer's tensors for every token, and the rows' logits."""
+    width = max(2 * shape.intermediate_size + shape.intermediate_size, 4 * shape.num_heads * shape.head_dim)
+    return 4 * (tokens * (3 * shape.hidden_size + width) + 4 * min(rows, tokens) * shape.vocab_size)
+
+
+def _device(args: EngineArgs, why: dict[str, str]) -> str:
+    if args.device not in ("auto", "cpu"):
+        raise ConfigError(
+            f"device {args.device!r} is not available in this build", param="device", fix="use --device cpu"
+        )
+    why["device"] = "asked for" if args.device == "cpu" else "the CPU is the device this build runs on"
+    return "cpu"
+
+
+def _dtype(args: EngineArgs, facts: ModelFacts, hardware: Hardware, why: dict[str, str]) -> str:
+    asked = DTYPE_SPELLINGS.get(args.dtype, args.dtype)
+    if asked in DTYPE_BYTES:
+        if asked == "float16":
+            raise ConfigError("float16 has no CPU kernels worth using", param="dtype", fix="use --dtype float32")
+        why["dtype"] = "asked for"
+        if asked == "bfloat16" and not hardware.fast_bf16:
+            why["dtype"] = "asked for, but this CPU has no bfloat16 instructions: expect it to be slow"
+        return asked
+    if asked != "auto":
+        names = ", ".join(["auto", *DTYPE_BYTES, *DTYPE_SPELLINGS])
+        raise ConfigError(f"dtype {args.dtype!r} is unknown", param="dtype", fix=f"use one of {names}")
+    if not hardware.fast_bf16:
+        why["dtype"] = "this CPU has no bfloat16 instructions"
+        return "float32"
+    if facts.stored_dtype == "F32":
+        why["dtype"] = "as stored"
+        return "float32"
+    why["dtype"] = f"this CPU multiplies bfloat16 in hardware; stored as {facts.stored_dtype}"
+    return "bfloat16"
+
+
+def _positive(name: str, given: int | None, default: int, why: dict[str, str], reason: str) -> int:
+    why[name] = reason if given is None else "asked for"
+    value = default if given is None else given
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}", param=name)
+    return value
+
+
+def _check_length(args: EngineArgs, shape: DecoderConfig, wanted: int) -> None:
+    if args.max_model_len is not None and wanted > shape.max_position and shape.rope.kind != "dynamic":
+        raise ConfigError(
+            f"max_model_len {wanted} is more than the {shape.max_position} positions the model was made for",
+            param="max_model_len",
+            fix=f"--max-model-len {shape.max_position}",
+        )
+
+
+def _batched_tokens(args: EngineArgs, chunked: bool, length: int, rows: int, why: dict[str, str]) -> int:
+    # 512 rows already run at the CPU's full matrix rate; more would only delay the others' next token.
+    default, reason = (max(512, rows), "full speed on a CPU, short steps") if chunked else (length, "no chunked prefill")
+    value = _positive("max_num_batched_tokens", args.max_num_batched_tokens, default, why, reason)
+    if not chunked and value < length:
+        raise ConfigError(
+            f"without chunked prefill a prompt must fit one step: max_num_batched_tokens ({value}) is less than "
+            f"max_model_len ({length})",
+            param="max_num_batched_tokens",
+            fix=f"--max-num-batched-tokens {length}, or --enable-chunked-prefill",
+        )
+    return value
+
+
+def _num_blocks(
+    args: EngineArgs,
+    hardware: Hardware,
+    per_block: int,
+    block_size: int,
+    fixed_bytes: int,
+    length: int,
+    rows: int,
+    why: dict[str, str],
+) -> int:
+    if args.num_gpu_blocks_override is not None:
+        why["num_blocks"] = "asked for"
+        return max(1, args.num_gpu_blocks_override)
+    utilization = 0.9 if args.gpu_memory_utilization is None else args.gpu_memory_utilization
+    if not 0.0 < utilization <= 1.0:
+        raise ConfigError(
+            f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}", param="gpu_memory_utilization"
+        )
+    free = int(hardware.available_bytes * utilization) - fixed_bytes - RUNTIME_BYTES
+    if args.kv_cache_memory_bytes is not None:
+        if args.kv_cache_memory_bytes > free:
+            raise OutOfMemory(
+                f"a KV cache of {args.kv_cache_memory_bytes / GIB:.2f} GiB does not fit",
+                cause=_memory_story(hardware, utilization, fixed_bytes, free),
+                fix=f"--kv-cache-memory-bytes {max(0, free)}",
+            )
+        why["num_blocks"] = "kv_cache_memory_bytes as asked"
+        budget = args.kv_cache_memory_bytes
+    else:
+        enough = -(-length // block_size) * per_block * rows
+        cap = 4 * GIB if args.gpu_memory_utilization is None else free
+        budget = min(free, enough, max(cap, -(-length // block_size) * per_block))
+        if budget == free:
+            why["num_blocks"] = f"{utilization:.0%} of {hardware.memory_why}, less weights and activations"
+        elif budget == enough:
+            why["num_blocks"] = "every seat at full length"
+        else:
+            why["num_blocks"] = "4 GiB unless --gpu-memory-utilization or --kv-cache-memory-bytes says otherwise"
+    if budget < per_block * 2:
+        raise OutOfMemory(
+            "the model does not fit in memory",
+            cause=_memory_story(hardware, utilization, fixed_bytes, free),
+            fix="use a smaller model, --dtype bfloat16, or a machine with more memory",
+        )
+    return budget // per_block
+
+
+def _memory_story(hardware: Hardware, utilization: float, fixed_bytes: int, free: int) -> str:
+    return (
+        f"{hardware.available_bytes / GIB:.2f} GiB available ({hardware.memory_why}), {utilization:.0%} of it usable; "
+        f"weights and activations take {fixed_bytes / GIB:.2f} GiB, the runtime {RUNTIME_BYTES / GIB:.2f}; "
+        f"{max(0, free) / GIB:.2f} GiB are left for the KV cache"
+    )
+
+
+def _shorter_length(
+    args: EngineArgs, room: int, wanted: int, per_block: int, block_size: int, why: dict[str, str]
+) -> int:
+    if args.max_model_len is not None:
+        needed = -(-wanted // block_size) * per_block
+        raise OutOfMemory(
+            f"max_model_len {wanted} does not fit: the KV cache holds {room} tokens",
+            cause=f"one request of that length needs {needed / GIB:.2f} GiB of cache",
+            fix=f"--max-model-len {room}, or --kv-cache-memory-bytes {needed}",
+        )
+    why["max_model_len"] = f"the longest that fits the cache (the model allows {wanted})"
+    return room

@@ -1,0 +1,123 @@
+"""What this machine has, as this process may use it: cores, memory and CPU features, seen through cgroups.
+
+A container's limits count, not the host's numbers. Reads files only; imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    cores: int
+    cores_why: str
+    memory_bytes: int
+    """What this process and its children may hold at most."""
+    available_bytes: int
+    """What of that nobody holds now."""
+    memory_why: str
+    cpu_name: str
+    cpu_features: frozenset[str]
+
+    @property
+    def fast_bf16(self) -> bool:
+        """Whether bfloat16 matrix products run in hardware; where they do not, they are many times slower than float32."""
+        return bool(self.cpu_features & {"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
+
+
+def detect(root: Path = CGROUP, proc: Path = Path("/proc")) -> Hardware:
+    cores, cores_why = _cores(root, proc)
+    total, available, memory_why = _memory(root, proc)
+    name, features = _cpu(proc)
+    return Hardware(cores, cores_why, total, available, memory_why, name, features)
+
+
+def _cores(root: Path, proc: Path) -> tuple[int, str]:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    best, why = allowed, "cores this process may run on"
+    for folder in _cgroup_folders(root, proc, "cpu"):
+        quota = _cpu_quota(folder)
+        if quota is not None and max(1, math.ceil(quota)) < best:
+            best, why = max(1, math.ceil(quota)), f"cgroup CPU limit of {quota:g}"
+    return best, why
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    text = _read(folder / "cpu.max")
+    if text is not None:
+        quota, _, period = text.partition(" ")
+        return None if quota == "max" else int(quota) / int(period or 100_000)
+    quota_us, period_us = _read_int(folder / "cpu.cfs_quota_us"), _read_int(folder / "cpu.cfs_period_us")
+    return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
+
+
+def _memory(root: Path, proc: Path) -> tuple[int, int, str]:
+    info = dict(line.split(":", 1) for line in (_read(proc / "meminfo") or "").splitlines() if ":" in line)
+    total = int(info.get("MemTotal", "0 kB").split()[0]) * 1024
+    available = int(info.get("MemAvailable", info.get("MemTotal", "0 kB")).split()[0]) * 1024
+    why = "memory of this machine"
+    for folder in _cgroup_folders(root, proc, "memory"):
+        limit = _read_int(folder / "memory.max") or _read_int(folder / "memory.limit_in_bytes")
+        if limit is None or limit >= total:
+            continue
+        used = _read_int(folder / "memory.current") or _read_int(folder / "memory.usage_in_bytes") or 0
+        # The page cache of files counts as used there but is given back when memory is asked for.
+        cache = _stat(folder / "memory.stat", "inactive_file") + _stat(folder / "memory.stat", "active_file")
+        total, why = limit, f"cgroup memory limit of {limit / 2**30:.1f} GiB"
+        available = min(available, max(0, limit - max(0, used - cache)))
+    return total, available, why
+
+
+def _cgroup_folders(root: Path, proc: Path, controller: str) -> list[Path]:
+    """This process's cgroup and its parents, for version 2 and for one controller of version 1."""
+    folders = []
+    for line in (_read(proc / "self" / "cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = root / controller if controllers else root
+        folder = base / path.lstrip("/")
+        while folder != base and base in folder.parents:
+            folders.append(folder)
+            folder = folder.parent
+        folders.append(base)
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _cpu(proc: Path) -> tuple[str, frozenset[str]]:
+    name, features = platform.processor() or platform.machine(), frozenset[str]()
+    for line in (_read(proc / "cpuinfo") or "").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+        elif key.strip() in ("flags", "Features"):
+            features = frozenset(value.split())
+            break
+    return name, features
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _read_int(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text and text.lstrip("-").isdigit() else None
+
+
+def _stat(path: Path, key: str) -> int:
+    for line in (_read(path) or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0

@@ -1,0 +1,26 @@
+"""The parameters of a rotary embedding, and what of it depends on a prompt's length. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """`kind` is transformers' rope_type; `parameters` are that kind's own."""
+
+    kind: str
+    theta: float
+    dim: int
+    max_position: int
+    parameters: Mapping[str, Any]
+
+    def regime(self, num_prompt: int) -> bytes:
+        """What of the rotation depends on this prompt's length; blocks are shared only between equal regimes."""
+        if self.kind == "dynamic" and num_prompt > self.max_position:
+            return num_prompt.to_bytes(8, "little")
+        if self.kind == "longrope" and num_prompt > self.parameters["original_max_position_embeddings"]:
+            return b"long"
+        return b""

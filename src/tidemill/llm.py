@@ -1,0 +1,234 @@
+"""The Python API: a model in this process, many prompts in, finished texts out.
+
+Results have vLLM's shape. The engine is the same as behind the server, driven step by step in the calling thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidemill.config import EngineArgs
+from tidemill.core.params import SamplingParams
+from tidemill.core.step import TokenLogprob
+from tidemill.engine.admission import admit
+from tidemill.engine.build import build_core
+from tidemill.engine.messages import Delta, GenerateRequest, SequenceOutput
+from tidemill.engine.output import Choice
+from tidemill.engine.prepare import prepare
+from tidemill.errors import InvalidRequest, TidemillError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+@dataclass
+class CompletionOutput:
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    finished: bool = False
+
+
+class LLM:
+    """`LLM("smollm2").generate(["Once upon a time"], SamplingParams(max_tokens=32))`"""
+
+    def __init__(self, model: str = "smollm2", **settings: Any) -> None:
+        try:
+            args = EngineArgs(model=model, **settings)
+        except TypeError as error:
+            known = ", ".join(EngineArgs.__dataclass_fields__)
+            raise InvalidRequest(f"LLM: {error}; known settings are {known}") from None
+        prepared = prepare(args)
+        self.config, self.tokenizer, self.chat_template = prepared.config, prepared.tokenizer, prepared.chat_template
+        self.default_sampling = prepared.default_sampling
+        self._core = build_core(self.config)
+        self._ids = itertools.count()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(**self.default_sampling)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts (texts, token id lists, or dicts with `prompt` or `prompt_token_ids`), in their order."""
+        many = _as_list(prompts)
+        return self._run([self._tokenized(prompt) for prompt in many], self._params_for(many, sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several."""
+        if self.chat_template is None:
+            raise InvalidRequest("this model has no chat template; pass chat_template= to LLM, or use generate()")
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if one else messages
+        prompts: list[tuple[str | None, list[int]]] = []
+        for conversation in conversations:
+            text = self.chat_template.render(
+                list(conversation),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **dict(chat_template_kwargs or {}),
+            )
+            prompts.append((text, self.tokenizer.encode(text, add_special_tokens=False)))
+        return self._run(prompts, self._params_for(prompts, sampling_params), use_tqdm)
+
+    def _tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        return None, [int(token) for token in prompt]  # type: ignore[union-attr]
+
+    def _params_for(
+        self, prompts: Sequence[Any], given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if given is None:
+            return [self.get_default_sampling_params()] * len(prompts)
+        if isinstance(given, SamplingParams):
+            return [given] * len(prompts)
+        if len(given) != len(prompts):
+            raise InvalidRequest(f"{len(given)} sampling_params for {len(prompts)} prompts: give one, or one for each")
+        return list(given)
+
+    def _run(
+        self, prompts: list[tuple[str | None, list[int]]], params: list[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        results: list[RequestOutput] = []
+        choices: dict[str, tuple[Choice, RequestOutput]] = {}
+        sequences = []
+        for (text, ids), own in zip(prompts, params, strict=True):
+            request_id = str(next(self._ids))
+            adds = admit(GenerateRequest(request_id, ids, own), self.config, self.tokenizer)
+            result = RequestOutput(request_id, text, adds[0].prompt_ids, [CompletionOutput(i) for i in range(own.n)])
+            results.append(result)
+            for index, add in enumerate(adds):
+                choices[add.id] = (Choice(index, add.prompt_ids, add.params, self.tokenizer), result)
+            sequences.extend(adds)
+        for add in sequences:
+            self._core.add(add)
+        progress = _ProgressBar(len(sequences)) if use_tqdm and sequences else None
+        try:
+            while choices and self._core.has_work:
+                for output in self._core.step():
+                    self._take(output, choices, progress)
+        finally:
+            self._core.abort(list(choices))
+            if progress is not None:
+                progress.close()
+        for result in results:
+            result.finished = True
+        return results
+
+    def _take(
+        self,
+        output: SequenceOutput,
+        choices: dict[str, tuple[Choice, RequestOutput]],
+        progress: _ProgressBar | None,
+    ) -> None:
+        if output.id not in choices:
+            return
+        choice, result = choices[output.id]
+        if output.problem is not None:
+            raise TidemillError.from_dict(output.problem)
+        delta = choice.feed(output)
+        if delta is not None:
+            self._append(result, delta, choice.params)
+        if progress is not None:
+            progress.tokens(len(output.token_ids))
+        if choice.finish_reason is not None:
+            del choices[output.id]
+            self._core.abort([output.id])
+            if progress is not None:
+                progress.finished()
+
+    def _append(self, result: RequestOutput, delta: Delta, params: SamplingParams) -> None:
+        one = result.outputs[delta.index]
+        one.text += delta.text
+        one.token_ids.extend(delta.token_ids)
+        one.finish_reason, one.stop_reason = delta.finish_reason, delta.stop_reason
+        result.num_cached_tokens = delta.num_cached_tokens
+        if delta.logprobs is not None:
+            one.logprobs = (one.logprobs or []) + [self._logprobs(entry) for entry in delta.logprobs]
+            one.cumulative_logprob = (one.cumulative_logprob or 0.0) + sum(entry.logprob for entry in delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            result.prompt_logprobs = [
+                None if entry is None else self._logprobs(entry) for entry in delta.prompt_logprobs
+            ]
+
+    def _logprobs(self, entry: TokenLogprob) -> dict[int, Logprob]:
+        found = {entry.token: Logprob(entry.logprob, entry.rank, self.tokenizer.token_text(entry.token))}
+        for rank, (token, value) in enumerate(entry.top, start=1):
+            found.setdefault(token, Logprob(value, rank, self.tokenizer.token_text(token)))
+        return found
+
+
+class _ProgressBar:
+    """Prompts done and tokens a second, on the terminal."""
+
+    def __init__(self, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[rate]}")
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("generating", total=total, rate="")
+        self._tokens = 0
+
+    def tokens(self, count: int) -> None:
+        self._tokens += count
+        elapsed = self._progress.tasks[0].elapsed or 0.0
+        if elapsed > 0:
+            self._progress.update(self._task, rate=f"{self._tokens / elapsed:.1f} tokens/s")
+
+    def finished(self) -> None:
+        self._progress.advance(self._task)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single text, a single list of ids and a single dict are one prompt; any other sequence is many."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

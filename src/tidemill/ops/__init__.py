@@ -1,0 +1,1 @@
+"""The kernels. `reference.py` is plain torch and always right; fast kernels are tested against it."""

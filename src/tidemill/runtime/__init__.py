@@ -1,0 +1,1 @@
+"""Executes steps on a device: loading, rows, the KV cache, the runner and the sampler."""

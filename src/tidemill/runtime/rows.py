@@ -1,0 +1,82 @@
+"""Permanent per-request state, one row each: tokens, block table, parameters.
+
+A step names rows and ranges; its inputs are gathered from here. Sampled tokens are written back here at once, so the
+next step can be prepared before anybody has read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tidemill.core.params import SamplingParams
+from tidemill.core.step import NewRow, Slice
+
+
+@dataclass
+class RowState:
+    params: SamplingParams
+    num_prompt: int
+    seed: int
+    stop_ids: list[int]
+    bad_words_ids: list[list[int]]
+    num_blocks: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The token inputs of a step, flat, in the order of its slices."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    lengths: np.ndarray
+    slots: np.ndarray
+
+
+class Rows:
+    def __init__(self, num_rows: int, max_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        # Untouched pages of these cost no memory, however large max_len is.
+        self.tokens = np.zeros((num_rows, max_len + 1), dtype=np.int64)
+        self.tables = np.zeros((num_rows, -(-max_len // block_size)), dtype=np.int32)
+        self.states: list[RowState | None] = [None] * num_rows
+
+    def enter(self, new: NewRow) -> None:
+        self.tokens[new.row, : len(new.tokens)] = new.tokens
+        self.states[new.row] = RowState(
+            new.params, new.num_prompt, new.seed, new.stop_ids, new.bad_words_ids, num_tokens=len(new.tokens)
+        )
+
+    def state(self, row: int) -> RowState:
+        state = self.states[row]
+        assert state is not None, f"row {row} was never entered"
+        return state
+
+    def extend_table(self, piece: Slice) -> None:
+        state = self.state(piece.row)
+        end = state.num_blocks + len(piece.new_blocks)
+        self.tables[piece.row, state.num_blocks : end] = piece.new_blocks
+        state.num_blocks = end
+
+    def append(self, row: int, token: int) -> None:
+        state = self.state(row)
+        self.tokens[row, state.num_tokens] = token
+        state.num_tokens += 1
+
+    def gather(self, slices: list[Slice]) -> Gathered:
+        counts = np.fromiter((piece.count for piece in slices), dtype=np.int64, count=len(slices))
+        starts = np.fromiter((piece.start for piece in slices), dtype=np.int64, count=len(slices))
+        rows = np.fromiter((piece.row for piece in slices), dtype=np.int64, count=len(slices))
+        prompts = np.fromiter((self.state(piece.row).num_prompt for piece in slices), np.int64, count=len(slices))
+        first = np.cumsum(counts) - counts
+        positions = np.arange(int(counts.sum())) + np.repeat(starts - first, counts)
+        rows = np.repeat(rows, counts)
+        slots = self.tables[rows, positions // self.block_size].astype(np.int64) * self.block_size
+        return Gathered(
+            tokens=self.tokens[rows, positions],
+            positions=positions,
+            lengths=np.maximum(np.repeat(prompts, counts), positions + 1),
+            slots=slots + positions % self.block_size,
+        )

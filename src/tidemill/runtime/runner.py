@@ -1,0 +1,134 @@
+"""Executes steps: gathers inputs from rows, runs the model, samples, and writes the tokens back to the rows.
+
+`launch(step)` returns a handle; the next launch is legal before `handle.result()` is read. Knows rows and tensors;
+knows nothing of queues, text or processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tidemill.core.step import Slice, SliceResult, Step, StepResult, TokenLogprob
+from tidemill.layers.attention import PagedAttention, Ragged
+from tidemill.runtime.kv_cache import KVCache
+from tidemill.runtime.rows import Rows
+from tidemill.runtime.sampler import Draw, logprobs_of, sample
+
+PROMPT_LOGPROB_ROWS = 128
+"""Prompt positions scored at a time: bounds the memory of prompt_logprobs."""
+
+
+@dataclass(frozen=True)
+class Handle:
+    _result: StepResult
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class Runner:
+    def __init__(self, model: Any, cache: KVCache, rows: Rows, attention: PagedAttention, device: torch.device) -> None:
+        self.model, self.cache, self.rows, self.attention, self.device = model, cache, rows, attention, device
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Handle:
+        for new in step.new_rows:
+            self.rows.enter(new)
+        for piece in step.slices:
+            self.rows.extend_table(piece)
+        # Attention wants single tokens first, shortest context first.
+        order = sorted(range(len(step.slices)), key=lambda i: (step.slices[i].count > 1, step.slices[i].start))
+        slices = [step.slices[index] for index in order]
+        hidden = self._forward(slices)
+        results = self._finish(slices, hidden)
+        in_step_order: list[SliceResult] = [SliceResult()] * len(order)
+        for index, result in zip(order, results, strict=True):
+            in_step_order[index] = result
+        return Handle(StepResult(in_step_order))
+
+    def _forward(self, slices: list[Slice]) -> torch.Tensor:
+        inputs = self.rows.gather(slices)
+        self.attention.plan(
+            Ragged(
+                query_lens=[piece.count for piece in slices],
+                context_lens=[piece.start + piece.count for piece in slices],
+                tables=self.rows.tables[[piece.row for piece in slices]],
+                slots=self._to_device(inputs.slots),
+            )
+        )
+        return self.model.forward(
+            self._to_device(inputs.tokens),
+            self._to_device(inputs.positions),
+            self._to_device(inputs.lengths),
+            self.attention,
+        )
+
+    def _finish(self, slices: list[Slice], hidden: torch.Tensor) -> list[SliceResult]:
+        ends = np.cumsum([piece.count for piece in slices])
+        sampling = [index for index, piece in enumerate(slices) if piece.samples]
+        prompt_logprobs = {
+            index: self._prompt_logprobs(piece, hidden[int(ends[index]) - piece.count : int(ends[index])])
+            for index, piece in enumerate(slices)
+            if self.rows.state(piece.row).params.prompt_logprobs is not None
+        }
+        results = [SliceResult(prompt_logprobs=prompt_logprobs.get(index)) for index in range(len(slices))]
+        if sampling:
+            last = hidden.index_select(0, torch.from_numpy(ends[sampling] - 1).to(self.device))
+            sampled = self._sample([slices[index] for index in sampling], self.model.logits(last))
+            for index, (token, logprob, problem) in zip(sampling, sampled, strict=True):
+                results[index] = SliceResult(token, logprob, prompt_logprobs.get(index), problem)
+        return results
+
+    def _sample(
+        self, slices: list[Slice], logits: torch.Tensor
+    ) -> list[tuple[int | None, TokenLogprob | None, str | None]]:
+        states = [self.rows.state(piece.row) for piece in slices]
+        # NaN and +inf both survive a maximum, which is cheaper than looking at every score.
+        finite = torch.isfinite(logits.amax(dim=-1)).tolist()
+        wants = [index for index, state in enumerate(states) if state.params.logprobs is not None]
+        raw = logits[wants] if wants else None
+        draws = [
+            Draw(
+                state.params,
+                self.rows.tokens[piece.row, : state.num_tokens],
+                state.num_prompt,
+                state.seed,
+                state.stop_ids,
+                state.bad_words_ids,
+            )
+            for piece, state in zip(slices, states, strict=True)
+        ]
+        tokens = sample(logits, draws)
+        logprobs: dict[int, TokenLogprob] = {}
+        if raw is not None:
+            counts = [states[index].params.logprobs or 0 for index in wants]
+            logprobs = dict(zip(wants, logprobs_of(raw, tokens[wants], counts), strict=True))
+        out: list[tuple[int | None, TokenLogprob | None, str | None]] = []
+        for index, (piece, token) in enumerate(zip(slices, tokens.tolist(), strict=True)):
+            if finite[index]:
+                self.rows.append(piece.row, token)
+                out.append((token, logprobs.get(index), None))
+            else:
+                self.cache.clear(self.rows.tables[piece.row, : states[index].num_blocks].tolist())
+                out.append((None, None, "the model's scores are not finite numbers (overflow or NaN weights)"))
+        return out
+
+    def _prompt_logprobs(self, piece: Slice, hidden: torch.Tensor) -> list[TokenLogprob]:
+        """Scores of the prompt tokens that follow this slice's positions."""
+        state = self.rows.state(piece.row)
+        end = min(piece.start + piece.count + 1, state.num_prompt)
+        targets = torch.from_numpy(self.rows.tokens[piece.row, piece.start + 1 : end]).to(self.device)
+        count = state.params.prompt_logprobs or 0
+        found: list[TokenLogprob] = []
+        for first in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            some = targets[first : first + PROMPT_LOGPROB_ROWS]
+            logits = self.model.logits(hidden[first : first + len(some)])
+            found.extend(logprobs_of(logits, some, [count] * len(some)))
+        return found
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)

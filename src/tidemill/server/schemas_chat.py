@@ -1,0 +1,138 @@
+"""Chat completions on the wire: what is taken and what is returned."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from tidemill.core.params import MAX_LOGPROBS
+from tidemill.server.schemas_common import (
+    GenerationFields,
+    PromptLogprobs,
+    RequestBody,
+    Usage,
+    documented,
+)
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ContentPart(BaseModel):
+    """A piece of a message. Only text is read; other types are refused by name."""
+
+    type: str = Field(json_schema_extra={"enum": ["text"]})
+    text: str | None = None
+
+
+class FunctionCall(RequestBody):
+    name: str
+    arguments: str = Field(description="A JSON object, as text.")
+
+
+class ToolCall(RequestBody):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(RequestBody):
+    """One turn. `tool_calls` of earlier turns are shown to the chat template."""
+
+    role: Role
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_extras(cls, data: Any) -> Any:
+        """Answers are sent back as they came, with `refusal: null`, `annotations: []` and whatever else is empty."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [], {})}
+
+
+class ChatCompletionRequest(GenerationFields):
+    """Unknown parameters, and known ones that cannot act here, are refused by name."""
+
+    messages: list[Message] = Field(json_schema_extra={"minItems": 1})
+    max_tokens: int | None = documented("Older name of max_completion_tokens.", minimum=1)
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, description="The most tokens to write; to the end of the context if left out."
+    )
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = Field(default=None, description="Start a new assistant turn (the default).")
+    continue_final_message: bool | None = Field(default=None, description="Write on where the last message ends.")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extra values for the chat template.")
+    documents: list[dict[str, Any]] | None = Field(default=None, description="Passed to the chat template.")
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ContentLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(BaseModel):
+    content: list[ContentLogprob] | None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatDelta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: ChatDelta
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """One `data:` event of a stream; the stream ends with `data: [DONE]`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None

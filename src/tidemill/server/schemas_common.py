@@ -1,0 +1,103 @@
+"""The fields that chat and text completion share, and the types they are made of.
+
+Schemas say what a field is and document it; whether a number makes sense is decided in `core/params.py`, whose limits
+are repeated here only as documentation. `null` always means the same as leaving a field out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tidemill.core.params import MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_STOP_STRINGS
+
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
+
+
+def documented(description: str | None = None, **schema: Any) -> Any:
+    """An optional field with limits that are shown in `/openapi.json` and checked by `SamplingParams`."""
+    return Field(default=None, description=description, json_schema_extra=schema or None)
+
+
+class RequestBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(RequestBody):
+    include_usage: bool | None = Field(default=None, description="A last chunk with the usage of the whole request.")
+    continuous_usage_stats: bool | None = Field(default=None, description="The usage so far in every chunk.")
+
+
+class GenerationFields(RequestBody):
+    """What both completion endpoints take."""
+
+    model: str | None = Field(default=None, description="One of the names of /v1/models; the first one if left out.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    n: Int32 | None = documented("How many answers to the same prompt.", minimum=1, maximum=MAX_N)
+    temperature: float | None = documented("0 is greedy.", minimum=0, maximum=100)
+    top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
+    top_k: Int32 | None = documented("0 or -1 for all tokens.", minimum=-1)
+    min_p: float | None = documented(minimum=0, maximum=1)
+    presence_penalty: float | None = documented(minimum=-2, maximum=2)
+    frequency_penalty: float | None = documented(minimum=-2, maximum=2)
+    repetition_penalty: float | None = documented("1 changes nothing.", exclusiveMinimum=0)
+    seed: int | None = documented("The same seed gives the same text.", minimum=-(2**63), maximum=MAX_SEED)
+    logit_bias: dict[str, float] | None = Field(
+        default=None, description="Token id (as a string) to a bias, -100..100."
+    )
+    allowed_token_ids: list[TokenId] | None = documented("Only these tokens can be chosen.", minItems=1)
+    bad_words: list[str] | None = documented("Texts that are never written.")
+
+    max_tokens: int | None = documented("The most tokens to write per answer.", minimum=1)
+    min_tokens: Int32 | None = documented(minimum=0)
+    stop: str | list[str] | None = documented(f"Up to {MAX_STOP_STRINGS} texts that end the answer.")
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    prompt_logprobs: Int32 | None = documented("Log-probabilities of the prompt.", minimum=0, maximum=MAX_LOGPROBS)
+    truncate_prompt_tokens: Int32 | None = documented("Keep this many tokens from the end; -1: what fits.", minimum=-1)
+    add_special_tokens: bool | None = Field(
+        default=None, description="Whether the tokenizer adds its BOS and the like."
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description="Adds prompt_token_ids and token_ids to the answer."
+    )
+    return_tokens_as_token_ids: bool | None = Field(default=None, description="Logprobs name tokens as `token_id:123`.")
+
+    priority: Int32 | None = Field(default=None, description="Lower is served earlier (with priority scheduling).")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        default=None, description="Requests share cached prefixes only with requests of the same salt."
+    )
+    request_id: RequestId | None = Field(default=None, description="Becomes part of the answer's id.")
+
+    user: str | None = Field(default=None, description="A label; written to the log, nothing else.")
+    safety_identifier: str | None = Field(default=None, description="A label; written to the log, nothing else.")
+    prompt_cache_key: str | None = Field(default=None, description="A label; prefixes are cached by content anyway.")
+    metadata: dict[str, str] | None = Field(default=None, description="Labels; written to the log, nothing else.")
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Prompt tokens that were already in the prefix cache.")
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]

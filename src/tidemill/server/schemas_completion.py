@@ -1,0 +1,78 @@
+"""Text completions on the wire: what is taken and what is returned."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from tidemill.core.params import MAX_LOGPROBS
+from tidemill.server.schemas_common import (
+    GenerationFields,
+    Int32,
+    PromptLogprobs,
+    TokenId,
+    Usage,
+    documented,
+)
+
+
+class CompletionRequest(GenerationFields):
+    """Unknown parameters, and known ones that cannot act here, are refused by name."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]] = Field(
+        description="A text, token ids, or a list of either."
+    )
+    max_tokens: int | None = documented("The most tokens to write per answer; 16 if left out.", minimum=1)
+    logprobs: Int32 | None = documented("How many alternatives per token.", minimum=0, maximum=MAX_LOGPROBS)
+    echo: bool | None = Field(default=None, description="Return the prompt in front of the answer.")
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionChunk(BaseModel):
+    """One `data:` event of a stream; the stream ends with `data: [DONE]`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None = None

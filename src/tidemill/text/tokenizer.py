@@ -1,0 +1,168 @@
+"""Text to token ids and back, the same for every source of a tokenizer.
+
+Wraps a `tokenizers.Tokenizer`, wherever it came from (`tokenizer_sources`). Knows the ids that end a turn and the exact
+bytes of every token; does not stream (the engine's detokenizer does) and does not know chat.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders
+
+from tidemill.errors import InvalidRequest
+from tidemill.text.byte_alphabet import BYTE_OF
+from tidemill.text.tokenizer_sources import from_folder, from_gguf
+from tidemill.weights.json_file import read_json
+from tidemill.weights.location import ModelFiles
+
+_SPACE = "\u2581"
+
+
+class Tokenizer:
+    """Ids as transformers would give them; special tokens written out in a text are special tokens."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], stop_ids: Iterable[int] = ()
+    ) -> None:
+        # A limit saved in tokenizer.json would cut prompts silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens_map: dict[str, str] = dict(special_tokens)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_id = self._id_of("bos_token")
+        self.eos_id = self._id_of("eos_token")
+        own = () if self.eos_id is None else (self.eos_id,)
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *stop_ids)))
+        added = backend.get_added_tokens_decoder()
+        self._added: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._decoder_kinds = _decoder_kinds(backend.decoder)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """One list per text; several texts are spread over the cores."""
+        try:
+            # The fast variant keeps no offsets, which are most of the time and memory of a long text.
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise _not_text(texts, error) from error
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, id: int) -> str:
+        """One token as text, spaces kept; bytes that are no whole character show as U+FFFD."""
+        return self.token_bytes(id).decode("utf-8", "replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        """The exact bytes of a token, so that joining them over a reply gives the reply; empty for an unused id."""
+        if (added := self._added.get(id)) is not None:
+            return added.encode()
+        token = self.backend.id_to_token(id)
+        if token is None:
+            return b""
+        if "ByteLevel" in self._decoder_kinds:
+            try:
+                return bytes(BYTE_OF[character] for character in token)
+            except KeyError:
+                return str(token).encode()
+        if "ByteFallback" in self._decoder_kinds and len(token) == 6 and token.startswith("<0x"):
+            return bytes.fromhex(token[3:5])
+        if "WordPiece" in self._decoder_kinds:
+            return str(token).removeprefix("##").encode()
+        return str(token).replace(_SPACE, " ").encode()
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token string with its id, added tokens included."""
+        return dict(self.backend.get_vocab(with_added_tokens=True))
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens_map.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+
+def load_tokenizer(
+    files: ModelFiles, *, tokenizer: str | None = None, revision: str | None = None, trust_remote_code: bool = False
+) -> Tokenizer:
+    """The model's own tokenizer, or the one named by `tokenizer` (a path, an alias or a hub id)."""
+    source = files if tokenizer is None else _locate_tokenizer(tokenizer, revision)
+    if source.kind == "gguf":
+        backend, special = from_gguf(source.path)
+    else:
+        backend, special = from_folder(source.path, trust_remote_code)
+    return Tokenizer(backend, special, _stop_ids(files))
+
+
+def _locate_tokenizer(name: str, revision: str | None) -> ModelFiles:
+    """Like `locate`, but a hub id brings the tokenizer's files only, and a folder needs no weights."""
+    from tidemill.weights.aliases import ALIASES
+    from tidemill.weights.hub import fetch_tokenizer
+    from tidemill.weights.location import is_hub_id, locate
+
+    path = Path(name).expanduser()
+    if path.is_dir() and not any(path.glob("*.gguf")):
+        return ModelFiles("folder", path, name)
+    if name not in ALIASES and not path.exists() and is_hub_id(name) and ":" not in name:
+        return fetch_tokenizer(name, revision)
+    return locate(name, revision=revision)
+
+
+def _stop_ids(files: ModelFiles) -> list[int]:
+    """Every id that the model's own files call an end: generation_config.json, then config.json."""
+    if files.kind == "gguf":
+        from tidemill.weights.gguf_file import read_gguf
+        from tidemill.weights.gguf_names import hf_generation_config
+
+        return _as_list(hf_generation_config(read_gguf(files.path).metadata).get("eos_token_id"))
+    config = read_json(files.path / "config.json")
+    nested = config.get("text_config")
+    holders = [read_json(files.path / "generation_config.json"), config, nested if isinstance(nested, dict) else {}]
+    return [token for holder in holders for token in _as_list(holder.get("eos_token_id"))]
+
+
+def _as_list(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [int(token) for token in value] if isinstance(value, list) else [int(value)]
+
+
+def _decoder_kinds(decoder: decoders.Decoder | None) -> frozenset[str]:
+    """The kinds of step in a decoder, which tell how the vocabulary spells bytes."""
+    if decoder is None:
+        return frozenset()
+    kinds: set[str] = set()
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            if isinstance(node.get("type"), str):
+                kinds.add(node["type"])
+            for value in node.values():
+                walk(value)
+        elif isinstance(node, list):
+            for value in node:
+                walk(value)
+
+    walk(json.loads(decoder.__getstate__()))
+    return frozenset(kinds)
+
+
+def _not_text(texts: Sequence[object], error: Exception) -> InvalidRequest:
+    wrong = next((type(text).__name__ for text in texts if not isinstance(text, str)), None)
+    if wrong is not None:
+        return InvalidRequest(f"text expected, got {wrong}", cause=str(error), fix="send a string")
+    return InvalidRequest(
+        "the text holds half of a surrogate pair, which is no character",
+        cause=str(error),
+        fix="send valid Unicode (an emoji needs both \\uD83D\\uDE00 halves)",
+    )

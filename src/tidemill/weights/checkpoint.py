@@ -1,0 +1,50 @@
+"""One view of any checkpoint: a config, a directory of tensors, and dense tensors by Hugging Face name.
+
+Opening reads headers only and finds every missing or broken file before any long work; torch is imported at the first
+`read`. Does not know which model the tensors belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tidemill.weights.location import ModelFiles
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as stored: `shape` is that of the dense tensor, `dtype` and `nbytes` are what the file holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    file: str
+
+
+class Checkpoint(Protocol):
+    files: ModelFiles
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """A dense tensor: a view of the mapped file where it is stored dense, float32 where it was quantised."""
+        ...
+
+
+def open_checkpoint(files: ModelFiles) -> Checkpoint:
+    if files.kind == "gguf":
+        from tidemill.weights.gguf_checkpoint import GgufCheckpoint
+
+        return GgufCheckpoint(files)
+    from tidemill.weights.safetensors_folder import SafetensorsFolder
+
+    return SafetensorsFolder(files)

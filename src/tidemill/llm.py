@@ -6,7 +6,7 @@ Results have vLLM's shape. The engine is the same as behind the server, driven s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,26 @@ class LLM:
             prompts.append((text, self.tokenizer.encode(text, add_special_tokens=False)))
         return self._run(prompts, self._params_for(prompts, sampling_params), use_tqdm)
 
+    def stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[Delta]:
+        """One prompt, delta by delta; leaving the iteration early frees what it holds."""
+        request = GenerateRequest(str(next(self._ids)), prompt_ids, params)
+        sequences = admit(request, self.config, self.tokenizer)
+        choices = {add.id: Choice(i, add.prompt_ids, add.params, self.tokenizer) for i, add in enumerate(sequences)}
+        for add in sequences:
+            self._core.add(add)
+        try:
+            while any(choice.finish_reason is None for choice in choices.values()):
+                for output in self._core.step():
+                    if output.problem is not None:
+                        raise TidemillError.from_dict(output.problem)
+                    choice = choices[output.id]
+                    if choice.finish_reason is None and (delta := choice.feed(output)) is not None:
+                        if choice.finish_reason is not None:
+                            self._core.abort([output.id])
+                        yield delta
+        finally:
+            self._core.abort(list(choices))
+
     def _tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
@@ -169,7 +189,7 @@ class LLM:
             raise TidemillError.from_dict(output.problem)
         delta = choice.feed(output)
         if delta is not None:
-            self._append(result, delta, choice.params)
+            self._append(result, delta)
         if progress is not None:
             progress.tokens(len(output.token_ids))
         if choice.finish_reason is not None:
@@ -178,7 +198,7 @@ class LLM:
             if progress is not None:
                 progress.finished()
 
-    def _append(self, result: RequestOutput, delta: Delta, params: SamplingParams) -> None:
+    def _append(self, result: RequestOutput, delta: Delta) -> None:
         one = result.outputs[delta.index]
         one.text += delta.text
         one.token_ids.extend(delta.token_ids)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from tidemill.errors import InvalidRequest
+from tidemill.errors import ContextTooLong
 from tidemill.server import chat_answers, completion_answers
 from tidemill.server.body import parse, read_object
 from tidemill.server.conversation import count_chars, render_chat
@@ -40,9 +40,8 @@ def generation_routes(state: AppState) -> APIRouter:
             if body.stream:
                 return await open_stream(request.receive, chat_answers.chunks(state, work, body))
             return await _answer(request, chat_answers.whole(state, work, body))
-        except InvalidRequest as problem:
-            problem.param = _chat_names(body).get(problem.param or "", problem.param)
-            raise
+        except ContextTooLong as problem:
+            raise _in_chat_words(problem, body) from None
 
     @router.post(
         "/v1/completions",
@@ -61,10 +60,15 @@ def generation_routes(state: AppState) -> APIRouter:
     return router
 
 
-def _chat_names(body: ChatCompletionRequest) -> dict[str, str]:
-    """What the caller of chat wrote for the fields that the engine knows by other names."""
-    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    return {"prompt": "messages", "max_tokens": limit}
+def _in_chat_words(problem: ContextTooLong, body: ChatCompletionRequest) -> ContextTooLong:
+    """The engine knows a prompt and max_tokens; here the problem names the fields the caller wrote."""
+    message, param = problem.message, problem.param
+    if param == "prompt":
+        param = "messages"
+    elif param == "max_tokens" and body.max_completion_tokens is not None:
+        param = "max_completion_tokens"
+        message = message.replace("max_tokens", param)
+    return ContextTooLong(message, param=param, cause=problem.cause, fix=problem.fix)
 
 
 async def _chat_work(state: AppState, request: Request, body: ChatCompletionRequest) -> Work:

@@ -83,7 +83,6 @@ async def serve(app: FastAPI, bound: socket.socket, listen: Listen) -> TidemillE
     server = _Server(
         uvicorn.Config(
             app,
-            root_path=listen.root_path,
             log_level=listen.log_level,
             access_log=listen.access_log,
             ssl_keyfile=listen.ssl_keyfile,

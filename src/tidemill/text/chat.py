@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidemill.errors import BadCheckpoint, ConfigError, InvalidRequest
-from tidemill.text.tokenizer_files import special_tokens, tokenizer_config
+from tidemill.text.tokenizer_files import folder_special_tokens, tokenizer_config
 from tidemill.weights.json_file import read_json
 from tidemill.weights.location import ModelFiles
 
@@ -82,13 +82,18 @@ class ChatTemplate:
 
 def load_chat_template(files: ModelFiles, override: str | None = None) -> ChatTemplate | None:
     """The template given by the user (a file, or the text itself), else the model's own, else None."""
+    if files.kind == "gguf":
+        from tidemill.text.gguf_tokenizer import special_tokens_of
+        from tidemill.weights.gguf_file import read_gguf
+
+        metadata = read_gguf(files.path).metadata
+        named, special = _gguf_templates(metadata), special_tokens_of(metadata)
+    else:
+        named, special = _folder_templates(files.path), folder_special_tokens(files.path)
     if override is not None:
-        return ChatTemplate(_override_source(override), special_tokens(files))
-    named = _gguf_templates(files) if files.kind == "gguf" else _folder_templates(files.path)
+        return ChatTemplate(_override_source(override), special)
     source = named.get("default") or next(iter(named.values()), None)
-    if source is None:
-        return None
-    return ChatTemplate(source, special_tokens(files), named.get("tool_use"))
+    return None if source is None else ChatTemplate(source, special, named.get("tool_use"))
 
 
 def _folder_templates(folder: Path) -> dict[str, str]:
@@ -108,11 +113,8 @@ def _folder_templates(folder: Path) -> dict[str, str]:
     return dict(value) if isinstance(value, dict) else {}
 
 
-def _gguf_templates(files: ModelFiles) -> dict[str, str]:
-    from tidemill.weights.gguf_file import read_gguf
-
+def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     prefix = "tokenizer.chat_template"
-    metadata = read_gguf(files.path).metadata
     named = {key[len(prefix) + 1 :]: text for key, text in metadata.items() if key.startswith(f"{prefix}.")}
     return {"default": metadata[prefix], **named} if prefix in metadata else named
 

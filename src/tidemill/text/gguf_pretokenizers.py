@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 # Stands for the pattern that ByteLevel has built in; as a string it would be several times slower.
 _GPT2 = "gpt-2"
+_DIGIT = r"\p{N}"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -73,13 +74,20 @@ class PreTokenizer:
         """The cuts in order, then bytes written as printable characters."""
         use_builtin = self.patterns[-1:] == (_GPT2,)
         patterns = self.patterns[:-1] if use_builtin else self.patterns
-        steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+        steps = [_cut(pattern) for pattern in patterns]
         bytes_step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_builtin)
         return pre_tokenizers.Sequence([*steps, bytes_step])
 
 
+def _cut(pattern: str) -> pre_tokenizers.PreTokenizer:
+    if pattern == _DIGIT:
+        # The same cut without a regular expression: a long text takes half the time.
+        return pre_tokenizers.Digits(individual_digits=True)
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
 _PLAIN = PreTokenizer((_GPT2,))
-_SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
+_SINGLE_DIGITS = PreTokenizer((_DIGIT, _GPT2))
 _LLAMA3_WITH_BOS = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
 _BPE_LLAMA3 = PreTokenizer((_LLAMA3,))
 _BPE_QWEN2 = PreTokenizer((_QWEN2,))

@@ -97,11 +97,22 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The model's own tokenizer, or the one named by `tokenizer` (a path, an alias or a hub id)."""
     source = files if tokenizer is None else _locate_tokenizer(tokenizer, revision)
-    if source.kind == "gguf":
-        backend, special = from_gguf(source.path)
-    else:
+    metadata = _gguf_metadata(files)
+    stops = _folder_stop_ids(files.path) if metadata is None else _gguf_stop_ids(metadata)
+    source_metadata = metadata if source is files else _gguf_metadata(source)
+    if source_metadata is None:
         backend, special = from_folder(source.path, trust_remote_code)
-    return Tokenizer(backend, special, _stop_ids(files))
+    else:
+        backend, special = from_gguf(source_metadata, source.path.name)
+    return Tokenizer(backend, special, stops)
+
+
+def _gguf_metadata(files: ModelFiles) -> dict[str, Any] | None:
+    if files.kind != "gguf":
+        return None
+    from tidemill.weights.gguf_file import read_gguf
+
+    return read_gguf(files.path).metadata
 
 
 def _locate_tokenizer(name: str, revision: str | None) -> ModelFiles:
@@ -118,17 +129,18 @@ def _locate_tokenizer(name: str, revision: str | None) -> ModelFiles:
     return locate(name, revision=revision)
 
 
-def _stop_ids(files: ModelFiles) -> list[int]:
+def _folder_stop_ids(folder: Path) -> list[int]:
     """Every id that the model's own files call an end: generation_config.json, then config.json."""
-    if files.kind == "gguf":
-        from tidemill.weights.gguf_file import read_gguf
-        from tidemill.weights.gguf_names import hf_generation_config
-
-        return _as_list(hf_generation_config(read_gguf(files.path).metadata).get("eos_token_id"))
-    config = read_json(files.path / "config.json")
+    config = read_json(folder / "config.json")
     nested = config.get("text_config")
-    holders = [read_json(files.path / "generation_config.json"), config, nested if isinstance(nested, dict) else {}]
+    holders = [read_json(folder / "generation_config.json"), config, nested if isinstance(nested, dict) else {}]
     return [token for holder in holders for token in _as_list(holder.get("eos_token_id"))]
+
+
+def _gguf_stop_ids(metadata: Mapping[str, Any]) -> list[int]:
+    from tidemill.weights.gguf_names import hf_generation_config
+
+    return _as_list(hf_generation_config(metadata).get("eos_token_id"))
 
 
 def _as_list(value: Any) -> list[int]:

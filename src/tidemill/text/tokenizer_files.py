@@ -1,6 +1,6 @@
-"""What the files beside a tokenizer say: special tokens and the tokens added after training.
+"""What the files beside tokenizer.json say: special tokens and the tokens added after training.
 
-Knows Hugging Face's file names in their old and new spellings, and the GGUF keys that mean the same.
+Knows Hugging Face's file names in their old and new spellings; does not tokenize.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.weights.json_file import read_json
-from tidemill.weights.location import ModelFiles
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -18,17 +17,8 @@ def tokenizer_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "tokenizer_config.json")
 
 
-def special_tokens(files: ModelFiles) -> dict[str, str]:
-    """bos_token, eos_token and the others, as strings; what a chat template may refer to."""
-    if files.kind == "gguf":
-        from tidemill.text.gguf_tokenizer import special_tokens_of
-        from tidemill.weights.gguf_file import read_gguf
-
-        return special_tokens_of(read_gguf(files.path).metadata)
-    return folder_special_tokens(files.path)
-
-
 def folder_special_tokens(folder: Path) -> dict[str, str]:
+    """bos_token, eos_token and the others, as strings; what a chat template may refer to."""
     config, legacy = tokenizer_config(folder), read_json(folder / "special_tokens_map.json")
     # Before configs carried `added_tokens_decoder`, the separate map was the authority.
     first, second = (config, legacy) if "added_tokens_decoder" in config else (legacy, config)

@@ -19,12 +19,10 @@ from tidemill.text.tokenizer_files import added_tokens, folder_special_tokens, t
 Source = tuple[tokenizers.Tokenizer, dict[str, str]]
 
 
-def from_gguf(path: Path) -> Source:
+def from_gguf(metadata: Mapping[str, Any], file: str) -> Source:
     from tidemill.text.gguf_tokenizer import build_tokenizer, special_tokens_of
-    from tidemill.weights.gguf_file import read_gguf
 
-    metadata = read_gguf(path).metadata
-    return build_tokenizer(metadata, path.name), special_tokens_of(metadata)
+    return build_tokenizer(metadata, file), special_tokens_of(metadata)
 
 
 def from_folder(folder: Path, trust_remote_code: bool) -> Source:

@@ -1,0 +1,70 @@
+"""`tidemill models`: what can be served by name, what is on this machine, and how to fetch or remove it."""
+
+from __future__ import annotations
+
+import click
+
+from tidemill.cli.progress import ProgressReporter
+
+EXAMPLES = """\b
+Examples:
+  tidemill models list
+  tidemill models pull smollm2
+  tidemill models path smollm2
+  tidemill models rm smollm2
+"""
+
+
+@click.group(help=f"List, fetch, locate and remove models.\n\n{EXAMPLES}")
+def command() -> None:
+    pass
+
+
+@command.command("list", help="Aliases, and what is cached on this machine.")
+def list_models() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tidemill.weights.aliases import ALIASES
+    from tidemill.weights.cache import list_cached
+
+    cached = {model.name: model for model in list_cached()}
+    table = Table("name", "source", "size", "on this machine")
+    for name, alias in ALIASES.items():
+        here = cached.pop(name, None)
+        size = f"{here.nbytes / 1e6:.0f} MB" if here else f"{alias.wheel_bytes / 1e6:.0f} MB to fetch"
+        table.add_row(name, f"pypi {alias.package}=={alias.version}", size, "yes" if here else "no")
+    for model in cached.values():
+        table.add_row(model.name, model.source, f"{model.nbytes / 1e6:.0f} MB", "yes")
+    Console().print(table)
+
+
+@command.command(help="Fetch NAME (an alias or a hub id) and print where it is.")
+@click.argument("name")
+@click.option("--revision", help="Branch, tag or commit of a hub model.")
+def pull(name: str, revision: str | None) -> None:
+    _fetch(name, revision)
+
+
+@command.command(help="Print where NAME is on this machine, fetching it if need be.")
+@click.argument("name")
+@click.option("--revision", help="Branch, tag or commit of a hub model.")
+def path(name: str, revision: str | None) -> None:
+    _fetch(name, revision)
+
+
+def _fetch(name: str, revision: str | None) -> None:
+    from tidemill.weights.location import locate
+
+    with ProgressReporter() as progress:
+        files = locate(name, revision=revision, on_progress=progress)
+    click.echo(files.path)
+
+
+@command.command(help="Remove NAME from this machine's cache.")
+@click.argument("name")
+def rm(name: str) -> None:
+    from tidemill.weights.cache import remove_cached
+
+    for model in remove_cached(name):
+        click.echo(f"removed {model.name}, {model.nbytes / 1e6:.0f} MB")

@@ -1,0 +1,173 @@
+"""The Llama family against transformers: same greedy tokens, same logits, through the normal path from disk, in a mixed
+batch with chunked prefill, prefix hits and preemption."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.helpers.checkpoints import greedy, reset_rope, write_checkpoint
+from tidemill import LLM, SamplingParams
+from tidemill.errors import BadCheckpoint, UnsupportedModel
+
+CASES = {
+    "llama": ("Llama", {}),
+    "llama-tied-mha": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama-odd-head-dim": ("Llama", {"head_dim": 20, "num_key_value_heads": 1}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-gelu": ("Llama", {"hidden_act": "gelu"}),
+    "mistral-window": ("Mistral", {"sliding_window": 11}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "rope-theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "rope-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "rope-dynamic": (
+        "Llama",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0},
+        },
+    ),
+    "rope-llama3": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 10000.0,
+            }
+        },
+    ),
+    "rope-yarn": (
+        "Qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 10000.0,
+            }
+        },
+    ),
+    "rope-yarn-mscale": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 10000.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+                "beta_fast": 16,
+                "beta_slow": 2,
+            }
+        },
+    ),
+    "rope-longrope": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+            }
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    family, config = CASES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    return write_checkpoint(folder, family, **config), str(folder)
+
+
+def prompts_for(seed: int) -> list[list[int]]:
+    """Lengths around block and window edges; some share a prefix of more than a block."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(200) for _ in range(24)]
+    lengths = (1, 4, 15, 16, 17, 40, 60)
+    prompts = [[rng.randrange(200) for _ in range(length)] for length in lengths]
+    return prompts + [shared + [rng.randrange(200) for _ in range(extra)] for extra in (0, 3, 9)]
+
+
+def test_same_tokens_as_transformers_in_a_mixed_batch_with_chunks_hits_and_preemption(case):
+    model, folder = case
+    max_len = model.config.max_position_embeddings if "dynamic" not in str(model.config) else 96
+    prompts = [prompt for prompt in prompts_for(1) if len(prompt) + 20 <= max_len]
+    llm = LLM(
+        folder,
+        dtype="float32",
+        block_size=4,
+        max_model_len=max_len,
+        max_num_batched_tokens=13,
+        max_num_seqs=6,
+        num_gpu_blocks_override=40,
+    )
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    want = [greedy(model, prompt, 20) for prompt in prompts]
+    for _ in range(2):  # the second time the prompts are in the cache
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == want
+    stats = llm._core.stats
+    assert stats.preemptions > 0 and stats.prefix_hits > 0 and stats.kv_usage == 0
+
+
+def test_logits_equal_transformers(case):
+    model, folder = case
+    llm = LLM(folder, dtype="float32", block_size=4, max_num_batched_tokens=7, max_num_seqs=4)
+    prompt = prompts_for(2)[4]
+    reset_rope(model)
+    with torch.no_grad():
+        want = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    (output,) = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=20), use_tqdm=False)
+    assert output.prompt_logprobs[0] is None
+    for position, scores in enumerate(output.prompt_logprobs[1:]):
+        assert prompt[position + 1] in scores
+        for token, score in scores.items():
+            assert abs(score.logprob - want[position, token].item()) < 1e-4
+
+
+def test_shards_with_an_index_load(tmp_path):
+    model = write_checkpoint(tmp_path, "Llama", shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    llm = LLM(str(tmp_path), dtype="float32")
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert output.outputs[0].token_ids == greedy(model, [1, 2, 3], 8)
+
+
+def test_config_that_disagrees_with_the_weights_is_refused_by_name(tmp_path):
+    write_checkpoint(tmp_path, "Llama")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 80', '"intermediate_size": 96'))
+    with pytest.raises(BadCheckpoint, match=r"gate_proj.*\(80, 48\).*\(96, 48\)"):
+        LLM(str(tmp_path), dtype="float32")
+
+
+def test_missing_tensor_is_named(tmp_path):
+    write_checkpoint(tmp_path, "Llama")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+    with pytest.raises(BadCheckpoint, match=r"model\.layers\.3\."):
+        LLM(str(tmp_path), dtype="float32")
+
+
+def test_unknown_architecture_lists_what_is_supported(tmp_path):
+    write_checkpoint(tmp_path, "Llama")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "UnheardOfForCausalLM"))
+    with pytest.raises(UnsupportedModel) as caught:
+        LLM(str(tmp_path))
+    assert "UnheardOf" in caught.value.message and "LlamaForCausalLM" in caught.value.cause

@@ -1,0 +1,156 @@
+"""A Hugging Face folder is opened from headers alone, read without copies, and its faults are found at open time."""
+
+import json
+import struct
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tidemill.errors import BadCheckpoint, UnsupportedModel
+from tidemill.weights.checkpoint import open_checkpoint
+from tidemill.weights.location import ModelFiles
+
+TENSORS = {
+    "a.weight": torch.arange(12, dtype=torch.float32).view(3, 4),
+    "b.weight": torch.arange(6).to(torch.bfloat16).view(2, 3),
+    "c.scale": torch.tensor(1.5, dtype=torch.float16),
+    "d.fp8": torch.arange(4).float().to(torch.float8_e4m3fn),
+    "e.ids": torch.arange(5),
+    "f.none": torch.zeros(0, 4),
+}
+
+
+def files(folder) -> ModelFiles:
+    return ModelFiles("folder", folder, str(folder))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    shards = {"model-00001-of-00002.safetensors": ["a.weight"], "model-00002-of-00002.safetensors": ["b.weight", "e.ids"]}
+    for shard, names in shards.items():
+        save_file({name: TENSORS[name] for name in names}, tmp_path / shard)
+    weight_map = {name: shard for shard, names in shards.items() for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def test_every_tensor_comes_back_with_its_shape_and_dtype(folder):
+    checkpoint = open_checkpoint(files(folder))
+    assert checkpoint.config["model_type"] == "llama"
+    assert checkpoint.generation_config == {}
+    assert set(checkpoint.tensors) == set(TENSORS)
+    info = checkpoint.tensors["b.weight"]
+    assert (info.shape, info.dtype, info.nbytes, info.file) == ((2, 3), "BF16", 12, "model.safetensors")
+    for name, expected in TENSORS.items():
+        tensor = checkpoint.read(name)
+        assert tensor.dtype == expected.dtype and tensor.shape == expected.shape
+        assert torch.equal(tensor.view(torch.uint8) if tensor.numel() and tensor.dim() else tensor.float(),
+                           expected.view(torch.uint8) if tensor.numel() and tensor.dim() else expected.float())
+
+
+def test_reading_copies_nothing_and_writing_never_reaches_the_file(folder):
+    before = (folder / "model.safetensors").read_bytes()
+    checkpoint = open_checkpoint(files(folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, second = checkpoint.read("a.weight"), checkpoint.read("a.weight")
+    assert first.data_ptr() == second.data_ptr()
+    first.fill_(7)
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_tensor_outlives_its_checkpoint(folder):
+    tensor = open_checkpoint(files(folder)).read("a.weight")
+    assert torch.equal(tensor, TENSORS["a.weight"])
+
+
+def test_unaligned_tensors_are_read_right(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    values = torch.tensor([1.0, 2.0, 3.0])
+    header = {"odd": {"dtype": "F32", "shape": [3], "data_offsets": [1, 13]}}
+    text = json.dumps(header).encode()
+    data = b"\0" + values.numpy().tobytes()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    assert torch.equal(open_checkpoint(files(tmp_path)).read("odd"), values)
+
+
+def test_shards_are_one_checkpoint(sharded):
+    checkpoint = open_checkpoint(files(sharded))
+    assert set(checkpoint.tensors) == {"a.weight", "b.weight", "e.ids"}
+    assert checkpoint.generation_config == {"eos_token_id": [1, 2]}
+    assert checkpoint.tensors["e.ids"].file == "model-00002-of-00002.safetensors"
+    assert torch.equal(checkpoint.read("e.ids"), TENSORS["e.ids"])
+
+
+class TestFaults:
+    def test_a_missing_shard(self, sharded):
+        (sharded / "model-00002-of-00002.safetensors").unlink()
+        with pytest.raises(BadCheckpoint, match="model-00002-of-00002.safetensors"):
+            open_checkpoint(files(sharded))
+
+    def test_a_tensor_the_index_promises(self, sharded):
+        save_file({"a.weight": TENSORS["a.weight"]}, sharded / "model-00002-of-00002.safetensors")
+        with pytest.raises(BadCheckpoint, match=r"b\.weight is missing from model-00002"):
+            open_checkpoint(files(sharded))
+
+    @pytest.mark.parametrize("keep", [0, 4, 8, 60, -1])
+    def test_a_truncated_shard(self, folder, keep):
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(BadCheckpoint) as caught:
+            open_checkpoint(files(folder))
+        assert "model.safetensors" in caught.value.message
+        assert "download it again" in caught.value.fix
+
+    def test_a_shape_that_does_not_fit_its_bytes(self, tmp_path):
+        (tmp_path / "config.json").write_text("{}")
+        text = json.dumps({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+        with pytest.raises(BadCheckpoint) as caught:
+            open_checkpoint(files(tmp_path))
+        assert "tensor w" in caught.value.cause
+
+    def test_a_tensor_nobody_has(self, folder):
+        with pytest.raises(BadCheckpoint, match="no tensor x"):
+            open_checkpoint(files(folder)).read("x")
+
+    def test_no_config(self, folder):
+        (folder / "config.json").unlink()
+        with pytest.raises(BadCheckpoint, match=r"has no config\.json"):
+            open_checkpoint(files(folder))
+
+    @pytest.mark.parametrize("text", ["{", "[1]", ""])
+    def test_a_broken_config(self, folder, text):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(BadCheckpoint, match=r"config\.json"):
+            open_checkpoint(files(folder))
+
+    def test_pickles_are_refused_with_a_way_out(self, tmp_path):
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+        with pytest.raises(UnsupportedModel) as caught:
+            open_checkpoint(files(tmp_path))
+        assert "pytorch_model.bin" in caught.value.message
+        assert "save_pretrained" in caught.value.fix
+
+    def test_an_adapter_is_not_a_model(self, tmp_path):
+        (tmp_path / "config.json").write_text("{}")
+        save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(UnsupportedModel, match="LoRA adapter"):
+            open_checkpoint(files(tmp_path))
+
+    def test_no_weights_at_all(self, tmp_path):
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(BadCheckpoint, match="no weights"):
+            open_checkpoint(files(tmp_path))

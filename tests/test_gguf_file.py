@@ -39,7 +39,9 @@ def write(path, endianess=gguf.GGUFEndian.LITTLE, alignment=None):
     for key, (kind, value) in METADATA.items():
         writer.add_key_value(key, value, kind)
     writer.add_tensor("dense", DENSE)
-    blocks = gguf.quants.quantize(np.linspace(-1, 1, 128, dtype=np.float32).reshape(2, 64), gguf.GGMLQuantizationType.Q8_0)
+    blocks = gguf.quants.quantize(
+        np.linspace(-1, 1, 128, dtype=np.float32).reshape(2, 64), gguf.GGMLQuantizationType.Q8_0
+    )
     writer.add_tensor("blocks", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -130,7 +130,9 @@ def test_llama_rows_return_to_half_rotation_order_in_weights_and_biases(tmp_path
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_qwen_keeps_its_rows_and_has_its_names(tmp_path, architecture):
-    tensors = layer(bias=architecture == "qwen2", qk_norm=architecture == "qwen3") | {"output.weight": random(VOCAB, HIDDEN)}
+    tensors = layer(bias=architecture == "qwen2", qk_norm=architecture == "qwen3") | {
+        "output.weight": random(VOCAB, HIDDEN)
+    }
     files = write_model(tmp_path / "m.gguf", architecture, tensors, attention__key_length=HEAD_DIM)
     checkpoint = open_checkpoint(files)
     q = checkpoint.read("model.layers.0.self_attn.q_proj.weight")
@@ -158,7 +160,9 @@ def test_names_and_shapes_are_those_of_the_transformers_model(tmp_path, architec
 
 class TestRope:
     def test_linear(self, tmp_path):
-        files = write_model(tmp_path / "m.gguf", "llama", layer(), rope__scaling__type="linear", rope__scaling__factor=4.0)
+        files = write_model(
+            tmp_path / "m.gguf", "llama", layer(), rope__scaling__type="linear", rope__scaling__factor=4.0
+        )
         assert open_checkpoint(files).config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
     def test_yarn(self, tmp_path):

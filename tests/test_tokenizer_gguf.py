@@ -19,7 +19,8 @@ CORPUS = [
     "  leading and trailing  ",
     "a\tb\n\nc\r\n   d     e\n \n",
     "don't I'LL we've THEY'RE it's",
-    "12345 3.14 1,000,000 x2 ½ ٣٤ Ⅷ",
+    "12345 3.14 1,000,000 x2",
+    "x ½ ٣٤ Ⅷ",
     "日本語のテキスト 한국어 中文，标点。",
     "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇨🇭",
     "مرحبا بالعالم שלום",
@@ -66,7 +67,12 @@ def test_smollm2_gives_the_original_ids(smollm2, original, text):
     assert smollm2.encode(text) == original.encode(text).ids
 
 
-@pytest.mark.parametrize("text", CORPUS)
+# transformers 5.22 cuts this file's text with GPT-2's pattern alone: it knows no `smollm` pre-tokenizer. The authors
+# cut digits off first, so a space before ½ or ٣ is a piece of its own there (and in llama.cpp), and here.
+WRONG_IN_TRANSFORMERS = "x ½ ٣٤ Ⅷ"
+
+
+@pytest.mark.parametrize("text", [text for text in CORPUS if text != WRONG_IN_TRANSFORMERS])
 def test_smollm2_gives_transformers_ids(smollm2, reference, text):
     assert smollm2.encode(text) == reference(text)["input_ids"]
 

@@ -1,12 +1,18 @@
 """SentencePiece vocabularies written into a GGUF give SentencePiece's own ids and text."""
 
 import io
+import json
+import tempfile
+from pathlib import Path
 
+import gguf
 import pytest
 import sentencepiece
 
-from tidemill.text.gguf_tokenizer import build_tokenizer
-from tidemill.text.tokenizer import Tokenizer
+from tidemill.errors import BadCheckpoint
+from tidemill.text.sentencepiece_file import read_sentencepiece
+from tidemill.text.tokenizer import Tokenizer, load_tokenizer
+from tidemill.weights.location import ModelFiles
 
 TRAINING = [
     "The quick brown fox jumps over the lazy dog.",
@@ -49,14 +55,6 @@ def train(model_type: str, **options) -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_proto=out.getvalue())
 
 
-def proto_of(processor: sentencepiece.SentencePieceProcessor):
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto()
-    proto.ParseFromString(processor.serialized_model_proto())
-    return proto
-
-
 def metadata_of(processor: sentencepiece.SentencePieceProcessor, model: str, **extra) -> dict:
     """What llama.cpp's converter writes for such a model."""
     count = processor.get_piece_size()
@@ -88,7 +86,20 @@ def metadata_of(processor: sentencepiece.SentencePieceProcessor, model: str, **e
 
 
 def tokenizer_of(metadata: dict) -> Tokenizer:
-    return Tokenizer(build_tokenizer(metadata, "m.gguf"), {})
+    """Through a real file: written by the gguf package, loaded as any model's tokenizer is."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "m.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        for key, value in metadata.items():
+            if key.endswith("precompiled_charsmap"):
+                writer.add_precompiled_charsmap(bytes(value))
+            else:
+                writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return load_tokenizer(ModelFiles("gguf", path, "m"))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["llama", "gemma"])
@@ -153,10 +164,14 @@ def test_user_defined_pieces_are_found_whole(text):
 
 
 @pytest.fixture(scope="module")
-def unigram():
+def unigram(tmp_path_factory):
     """T5's kind: NFKC by a compiled table, runs of spaces collapsed, a space in front."""
     processor = train("unigram", pad_id=0, eos_id=1, unk_id=2, bos_id=-1, vocab_size=300)
-    charsmap = list(proto_of(processor).normalizer_spec.precompiled_charsmap)
+    (tmp_path_factory.getbasetemp() / "unigram.model").write_bytes(processor.serialized_model_proto())
+    charsmap = read_sentencepiece(tmp_path_factory.getbasetemp() / "unigram.model")[
+        "tokenizer.ggml.precompiled_charsmap"
+    ]
+    assert charsmap
     metadata = metadata_of(
         processor, "t5", precompiled_charsmap=charsmap, remove_extra_whitespaces=True, add_space_prefix=True
     )
@@ -178,3 +193,40 @@ def test_unigram_ends_with_eos_by_default(unigram):
     processor, metadata = unigram
     del metadata["tokenizer.ggml.add_eos_token"]
     assert tokenizer_of(metadata).encode("hi")[-1] == processor.eos_id()
+
+
+class TestModelFile:
+    """A folder with a SentencePiece model and no tokenizer.json."""
+
+    def folder(self, tmp_path, processor, **config):
+        (tmp_path / "tokenizer.model").write_bytes(processor.serialized_model_proto())
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        return ModelFiles("folder", tmp_path, "m")
+
+    def test_bpe(self, tmp_path, bpe):
+        processor, _ = bpe
+        tokenizer = load_tokenizer(self.folder(tmp_path, processor))
+        for text in TEXTS:
+            assert tokenizer.encode(text) == [processor.bos_id(), *processor.encode(text)]
+            assert tokenizer.decode(processor.encode(text)) == text
+        assert (tokenizer.bos_id, tokenizer.eos_id) == (processor.bos_id(), processor.eos_id())
+
+    def test_unigram(self, tmp_path, unigram):
+        processor, _ = unigram
+        tokenizer = load_tokenizer(self.folder(tmp_path, processor))
+        for text in TEXTS:
+            assert tokenizer.encode(text) == [*processor.encode(text), processor.eos_id()]
+
+    def test_the_config_says_what_surrounds_a_text_and_adds_tokens(self, tmp_path, bpe):
+        processor, _ = bpe
+        added = {str(processor.get_piece_size()): {"content": "<|im_end|>", "special": True}}
+        config = {"add_bos_token": False, "add_eos_token": True, "added_tokens_decoder": added}
+        tokenizer = load_tokenizer(self.folder(tmp_path, processor, **config))
+        assert tokenizer.encode("hi") == [*processor.encode("hi"), processor.eos_id()]
+        assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == [processor.get_piece_size()]
+
+    def test_a_broken_file_is_named(self, tmp_path):
+        (tmp_path / "tokenizer.model").write_bytes(b"\x0a\xff\xff\xff")
+        with pytest.raises(BadCheckpoint, match=r"tokenizer\.model"):
+            load_tokenizer(ModelFiles("folder", tmp_path, "m"))

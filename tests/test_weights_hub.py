@@ -46,7 +46,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             return self.refuse(403, "GatedRepo")
         if repo not in REPOS:
             return self.refuse(401, "RepoNotFound")
-        revision = {"revision": 3, "tree": 3, "resolve": 3}.get(parts[2] if len(parts) > 2 else "", None)
+        revision = {"revision": 3, "tree": 3, "resolve": 3}.get(parts[2] if len(parts) > 2 else "")
         if revision and parts[revision] not in ("main", COMMIT):
             return self.refuse(404, "RevisionNotFound")
         files = REPOS[repo]
@@ -104,7 +104,11 @@ from tidemill.errors import TidemillError
 from tidemill.weights.location import locate
 told = []
 try:
-    files = locate(sys.argv[1], revision=json.loads(sys.argv[2]), on_progress=lambda *step: told.append(step))
+    if sys.argv[3] == "tokenizer":
+        from tidemill.weights.hub import fetch_tokenizer
+        files = fetch_tokenizer(sys.argv[1], json.loads(sys.argv[2]))
+    else:
+        files = locate(sys.argv[1], revision=json.loads(sys.argv[2]), on_progress=lambda *step: told.append(step))
     found = sorted(str(p.relative_to(files.path)) for p in files.path.rglob("*") if p.is_file())
     print(json.dumps({"kind": files.kind, "path": str(files.path), "files": found, "told": told}))
 except TidemillError as error:
@@ -112,12 +116,16 @@ except TidemillError as error:
 """
 
 
-def locate_in_process(home: Path, endpoint: str, model: str, revision: str | None = None, **environment: str) -> dict:
+def locate_in_process(
+    home: Path, endpoint: str, model: str, revision: str | None = None, what: str = "model", **environment: str
+) -> dict:
     """huggingface_hub reads its environment at import, so each case is a process of its own."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_") and "proxy" not in key.lower()}
+    clean = {
+        key: value for key, value in os.environ.items() if not key.startswith("HF_") and "proxy" not in key.lower()
+    }
     settings = {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", **environment}
     run = subprocess.run(
-        [sys.executable, "-c", LOCATE, model, json.dumps(revision)],
+        [sys.executable, "-c", LOCATE, model, json.dumps(revision), what],
         env={**clean, **settings},
         capture_output=True,
         text=True,
@@ -137,6 +145,13 @@ def test_what_is_cached_works_offline(hub, tmp_path):
     online = locate_in_process(tmp_path, hub, "org/folder")
     offline = locate_in_process(tmp_path, hub, "org/folder", HF_HUB_OFFLINE="1")
     assert offline["path"] == online["path"]
+
+
+def test_a_tokenizer_alone_brings_no_weights(hub, tmp_path):
+    found = locate_in_process(tmp_path, hub, "org/folder", what="tokenizer")
+    assert found["files"] == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    error = locate_in_process(tmp_path, hub, "org/typo", what="tokenizer")
+    assert "does not exist" in error["message"]
 
 
 def test_the_only_gguf_of_a_repository_is_taken(hub, tmp_path):

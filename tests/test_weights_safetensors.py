@@ -37,7 +37,10 @@ def folder(tmp_path):
 def sharded(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    shards = {"model-00001-of-00002.safetensors": ["a.weight"], "model-00002-of-00002.safetensors": ["b.weight", "e.ids"]}
+    shards = {
+        "model-00001-of-00002.safetensors": ["a.weight"],
+        "model-00002-of-00002.safetensors": ["b.weight", "e.ids"],
+    }
     for shard, names in shards.items():
         save_file({name: TENSORS[name] for name in names}, tmp_path / shard)
     weight_map = {name: shard for shard, names in shards.items() for name in names}
@@ -55,8 +58,10 @@ def test_every_tensor_comes_back_with_its_shape_and_dtype(folder):
     for name, expected in TENSORS.items():
         tensor = checkpoint.read(name)
         assert tensor.dtype == expected.dtype and tensor.shape == expected.shape
-        assert torch.equal(tensor.view(torch.uint8) if tensor.numel() and tensor.dim() else tensor.float(),
-                           expected.view(torch.uint8) if tensor.numel() and tensor.dim() else expected.float())
+        assert torch.equal(
+            tensor.view(torch.uint8) if tensor.numel() and tensor.dim() else tensor.float(),
+            expected.view(torch.uint8) if tensor.numel() and tensor.dim() else expected.float(),
+        )
 
 
 def test_reading_copies_nothing_and_writing_never_reaches_the_file(folder):
@@ -96,7 +101,7 @@ def test_shards_are_one_checkpoint(sharded):
 class TestFaults:
     def test_a_missing_shard(self, sharded):
         (sharded / "model-00002-of-00002.safetensors").unlink()
-        with pytest.raises(BadCheckpoint, match="model-00002-of-00002.safetensors"):
+        with pytest.raises(BadCheckpoint, match=r"model-00002-of-00002\.safetensors"):
             open_checkpoint(files(sharded))
 
     def test_a_tensor_the_index_promises(self, sharded):

@@ -7,6 +7,7 @@ succeed is refused here, with what would fit.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,23 @@ from tidemill.models.registry import decoder_config
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DTYPE_SPELLINGS = {"float": "float32", "half": "float16"}
+SCHEDULING_POLICIES = ("fcfs", "priority")
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+DEFAULT_BLOCK_SIZE = 16
+MIN_BLOCKS = 2
+DEFAULT_CACHE_BYTES = 4 * GIB
 RUNTIME_BYTES = 400 * 2**20
 """What Python, torch and its thread pools hold before any model: measured 300 to 400 MB."""
+
+
+def log_level() -> str:
+    """TIDEMILL_LOG_LEVEL, for the server and the engine alike."""
+    level = os.environ.get("TIDEMILL_LOG_LEVEL") or "warning"
+    if level.lower() not in LOG_LEVELS:
+        raise ConfigError(
+            f"TIDEMILL_LOG_LEVEL is {level!r}", cause="no such level", fix=f"use one of {', '.join(LOG_LEVELS)}"
+        )
+    return level.upper()
 
 
 @dataclass(frozen=True)
@@ -104,24 +120,26 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     shape = decoder_config(facts.raw_config)
     device = _device(args, why)
     dtype = _dtype(args, facts, hardware, why)
-    block_size = _positive("block_size", args.block_size, 16, why, "default")
+    block_size = _positive("block_size", args.block_size, DEFAULT_BLOCK_SIZE, why, "default")
     max_num_seqs = _positive("max_num_seqs", args.max_num_seqs, 64, why, "default on a CPU")
     threads = _positive("threads", args.threads, hardware.cores, why, hardware.cores_why)
     wanted_len = _positive("max_model_len", args.max_model_len, shape.max_position, why, "the model's own limit")
     if wanted_len < 2:
-        raise ConfigError("max_model_len must be at least 2: one prompt token and one new one", param="max_model_len")
+        raise ConfigError(
+            f"max_model_len is {wanted_len}, it must be at least 2: one prompt token and one new one",
+            param="max_model_len",
+            fix="leave --max-model-len out for the longest that fits",
+        )
     _check_length(args, shape, wanted_len)
+    _check_rest(args)
     chunked = True if args.enable_chunked_prefill is None else args.enable_chunked_prefill
     batched = _batched_tokens(args, chunked, wanted_len, max_num_seqs, why)
     weight_bytes = facts.num_parameters * DTYPE_BYTES[dtype]
     activation_bytes = activations(shape, batched, max_num_seqs)
     per_block = shape.kv_bytes_per_token(DTYPE_BYTES[dtype]) * block_size
-    num_blocks = _num_blocks(
-        args, hardware, per_block, block_size, weight_bytes + activation_bytes, wanted_len, max_num_seqs, why
-    )
-    max_model_len = wanted_len
-    if num_blocks * block_size < wanted_len:
-        max_model_len = _shorter_length(args, num_blocks * block_size, wanted_len, per_block, block_size, why)
+    room = _room(args, hardware, weight_bytes + activation_bytes)
+    num_blocks = _num_blocks(args, room, per_block, block_size, wanted_len, max_num_seqs, why)
+    max_model_len = _fitting_length(args, wanted_len, num_blocks, room, per_block, block_size, why)
     return EngineConfig(
         model_path=facts.path,
         model_kind=facts.kind,
@@ -189,7 +207,8 @@ def _positive(name: str, given: int | None, default: int, why: dict[str, str], r
     why[name] = reason if given is None else "asked for"
     value = default if given is None else given
     if value < 1:
-        raise ConfigError(f"{name} must be at least 1, got {value}", param=name)
+        fix = f"leave --{name.replace('_', '-')} out for the default of {default}"
+        raise ConfigError(f"{name} must be at least 1, got {value}", param=name, fix=fix)
     return value
 
 
@@ -202,9 +221,22 @@ def _check_length(args: EngineArgs, shape: DecoderConfig, wanted: int) -> None:
         )
 
 
+def _check_rest(args: EngineArgs) -> None:
+    if args.scheduling_policy not in SCHEDULING_POLICIES:
+        raise ConfigError(
+            f"scheduling_policy {args.scheduling_policy!r} is unknown",
+            param="scheduling_policy",
+            fix=f"use one of {', '.join(SCHEDULING_POLICIES)}",
+        )
+    if not -(2**63) <= args.seed < 2**63:
+        raise ConfigError(f"seed {args.seed} is not a 64-bit integer", param="seed", fix="--seed 0")
+
+
 def _batched_tokens(args: EngineArgs, chunked: bool, length: int, rows: int, why: dict[str, str]) -> int:
     # 512 rows already run at the CPU's full matrix rate; more would only delay the others' next token.
-    default, reason = (max(512, rows), "full speed on a CPU, short steps") if chunked else (length, "no chunked prefill")
+    default, reason = (
+        (max(512, rows), "full speed on a CPU, short steps") if chunked else (length, "no chunked prefill")
+    )
     value = _positive("max_num_batched_tokens", args.max_num_batched_tokens, default, why, reason)
     if not chunked and value < length:
         raise ConfigError(
@@ -216,70 +248,118 @@ def _batched_tokens(args: EngineArgs, chunked: bool, length: int, rows: int, why
     return value
 
 
-def _num_blocks(
-    args: EngineArgs,
-    hardware: Hardware,
-    per_block: int,
-    block_size: int,
-    fixed_bytes: int,
-    length: int,
-    rows: int,
-    why: dict[str, str],
-) -> int:
-    if args.num_gpu_blocks_override is not None:
-        why["num_blocks"] = "asked for"
-        return max(1, args.num_gpu_blocks_override)
+@dataclass(frozen=True)
+class _Room:
+    """What is left for the KV cache, and how that was reckoned."""
+
+    free: int
+    share: str
+    story: str
+
+
+def _room(args: EngineArgs, hardware: Hardware, fixed_bytes: int) -> _Room:
     utilization = 0.9 if args.gpu_memory_utilization is None else args.gpu_memory_utilization
     if not 0.0 < utilization <= 1.0:
         raise ConfigError(
-            f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}", param="gpu_memory_utilization"
+            f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}",
+            param="gpu_memory_utilization",
+            fix="--gpu-memory-utilization 0.9",
         )
     free = int(hardware.available_bytes * utilization) - fixed_bytes - RUNTIME_BYTES
-    if args.kv_cache_memory_bytes is not None:
-        if args.kv_cache_memory_bytes > free:
-            raise OutOfMemory(
-                f"a KV cache of {args.kv_cache_memory_bytes / GIB:.2f} GiB does not fit",
-                cause=_memory_story(hardware, utilization, fixed_bytes, free),
-                fix=f"--kv-cache-memory-bytes {max(0, free)}",
-            )
-        why["num_blocks"] = "kv_cache_memory_bytes as asked"
-        budget = args.kv_cache_memory_bytes
-    else:
-        enough = -(-length // block_size) * per_block * rows
-        cap = 4 * GIB if args.gpu_memory_utilization is None else free
-        budget = min(free, enough, max(cap, -(-length // block_size) * per_block))
-        if budget == free:
-            why["num_blocks"] = f"{utilization:.0%} of {hardware.memory_why}, less weights and activations"
-        elif budget == enough:
-            why["num_blocks"] = "every seat at full length"
-        else:
-            why["num_blocks"] = "4 GiB unless --gpu-memory-utilization or --kv-cache-memory-bytes says otherwise"
-    if budget < per_block * 2:
-        raise OutOfMemory(
-            "the model does not fit in memory",
-            cause=_memory_story(hardware, utilization, fixed_bytes, free),
-            fix="use a smaller model, --dtype bfloat16, or a machine with more memory",
-        )
-    return budget // per_block
-
-
-def _memory_story(hardware: Hardware, utilization: float, fixed_bytes: int, free: int) -> str:
-    return (
+    return _Room(
+        free,
+        f"{utilization:.0%} of {hardware.memory_why}, less weights and activations",
         f"{hardware.available_bytes / GIB:.2f} GiB available ({hardware.memory_why}), {utilization:.0%} of it usable; "
         f"weights and activations take {fixed_bytes / GIB:.2f} GiB, the runtime {RUNTIME_BYTES / GIB:.2f}; "
-        f"{max(0, free) / GIB:.2f} GiB are left for the KV cache"
+        f"{max(0, free) / GIB:.2f} GiB are left for the KV cache",
     )
 
 
-def _shorter_length(
-    args: EngineArgs, room: int, wanted: int, per_block: int, block_size: int, why: dict[str, str]
+def _num_blocks(
+    args: EngineArgs, room: _Room, per_block: int, block_size: int, length: int, rows: int, why: dict[str, str]
 ) -> int:
+    if room.free < per_block * MIN_BLOCKS:
+        raise OutOfMemory(
+            "the model does not fit in memory",
+            cause=room.story,
+            fix="use a smaller model, --dtype bfloat16, a smaller --max-num-seqs or --max-num-batched-tokens, or a "
+            "machine with more memory",
+        )
+    asked = _asked_blocks(args, per_block)
+    if asked is not None:
+        name, number, why["num_blocks"] = asked
+        if number * per_block > room.free:
+            most = room.free if name == "kv_cache_memory_bytes" else room.free // per_block
+            raise OutOfMemory(
+                f"{name}: a KV cache of {number * per_block / GIB:.2f} GiB does not fit",
+                param=name,
+                cause=room.story,
+                fix=f"--{name.replace('_', '-')} {most}",
+            )
+        return number
+    one = -(-length // block_size) * per_block
+    cap = DEFAULT_CACHE_BYTES if args.gpu_memory_utilization is None else room.free
+    budget = min(room.free, one * rows, max(cap, one))
+    if budget == room.free:
+        why["num_blocks"] = room.share
+    elif budget == one * rows:
+        why["num_blocks"] = "every seat at full length"
+    else:
+        why["num_blocks"] = "4 GiB unless --gpu-memory-utilization or --kv-cache-memory-bytes says otherwise"
+    return max(MIN_BLOCKS, budget // per_block)
+
+
+def _asked_blocks(args: EngineArgs, per_block: int) -> tuple[str, int, str] | None:
+    """The field that says how large the cache is, the blocks it asks for and the reason to tell; None if none does."""
+    number, nbytes = args.num_gpu_blocks_override, args.kv_cache_memory_bytes
+    if number is not None and nbytes is not None:
+        raise ConfigError(
+            "num_gpu_blocks_override and kv_cache_memory_bytes both say how large the KV cache is",
+            param="num_gpu_blocks_override",
+            fix="leave --num-gpu-blocks-override out",
+        )
+    if number is not None:
+        if number < 1:
+            raise ConfigError(
+                f"num_gpu_blocks_override must be at least 1, got {number}",
+                param="num_gpu_blocks_override",
+                fix="leave --num-gpu-blocks-override out",
+            )
+        return "num_gpu_blocks_override", number, "asked for"
+    if nbytes is not None:
+        if nbytes < per_block * MIN_BLOCKS:
+            raise ConfigError(
+                f"kv_cache_memory_bytes is {nbytes}, which holds no {MIN_BLOCKS} blocks of {per_block} bytes",
+                param="kv_cache_memory_bytes",
+                fix=f"--kv-cache-memory-bytes {per_block * MIN_BLOCKS} or more",
+            )
+        return "kv_cache_memory_bytes", nbytes // per_block, "kv_cache_memory_bytes as asked"
+    return None
+
+
+def _fitting_length(
+    args: EngineArgs, wanted: int, num_blocks: int, room: _Room, per_block: int, block_size: int, why: dict[str, str]
+) -> int:
+    """The length asked for, or the longest the cache holds where nobody asked for one."""
+    holds = num_blocks * block_size
+    if holds >= wanted:
+        return wanted
     if args.max_model_len is not None:
         needed = -(-wanted // block_size) * per_block
+        larger = ""
+        if needed <= room.free:
+            larger = f", or --kv-cache-memory-bytes {needed}"
         raise OutOfMemory(
-            f"max_model_len {wanted} does not fit: the KV cache holds {room} tokens",
-            cause=f"one request of that length needs {needed / GIB:.2f} GiB of cache",
-            fix=f"--max-model-len {room}, or --kv-cache-memory-bytes {needed}",
+            f"max_model_len {wanted} does not fit: the KV cache holds {holds} tokens",
+            param="max_model_len",
+            cause=f"one request of that length needs {needed / GIB:.2f} GiB of cache; {why['num_blocks']}",
+            fix=f"--max-model-len {holds}{larger}",
+        )
+    if holds < 2:
+        raise ConfigError(
+            "a KV cache of one token holds no prompt and answer",
+            param="block_size",
+            fix=f"--block-size {DEFAULT_BLOCK_SIZE}",
         )
     why["max_model_len"] = f"the longest that fits the cache (the model allows {wanted})"
-    return room
+    return holds

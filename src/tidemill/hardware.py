@@ -59,20 +59,41 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _memory(root: Path, proc: Path) -> tuple[int, int, str]:
-    info = dict(line.split(":", 1) for line in (_read(proc / "meminfo") or "").splitlines() if ":" in line)
-    total = int(info.get("MemTotal", "0 kB").split()[0]) * 1024
-    available = int(info.get("MemAvailable", info.get("MemTotal", "0 kB")).split()[0]) * 1024
-    why = "memory of this machine"
+    machine, available = _machine_memory(proc)
+    total, why = machine, "memory of this machine"
     for folder in _cgroup_folders(root, proc, "memory"):
-        limit = _read_int(folder / "memory.max") or _read_int(folder / "memory.limit_in_bytes")
-        if limit is None or limit >= total:
+        limit = _memory_limit(folder)
+        if limit is None or limit >= machine:
             continue
-        used = _read_int(folder / "memory.current") or _read_int(folder / "memory.usage_in_bytes") or 0
-        # The page cache of files counts as used there but is given back when memory is asked for.
-        cache = _stat(folder / "memory.stat", "inactive_file") + _stat(folder / "memory.stat", "active_file")
-        total, why = limit, f"cgroup memory limit of {limit / 2**30:.1f} GiB"
-        available = min(available, max(0, limit - max(0, used - cache)))
-    return total, available, why
+        # Also a wider group counts: it may be full of others.
+        available = min(available, max(0, limit - _memory_used(folder)))
+        if limit < total:
+            total, why = limit, f"cgroup memory limit of {limit / 2**30:.1f} GiB"
+    return total, min(available, total), why
+
+
+def _machine_memory(proc: Path) -> tuple[int, int]:
+    info = dict(line.split(":", 1) for line in (_read(proc / "meminfo") or "").splitlines() if ":" in line)
+    if "MemTotal" not in info:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total, total
+    total = int(info["MemTotal"].split()[0]) * 1024
+    return total, int(info["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in info else total
+
+
+def _memory_limit(folder: Path) -> int | None:
+    # Beyond memory.high a process is not killed but slowed to a crawl, which is no better.
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+    return min((value for name in names if (value := _read_int(folder / name)) is not None), default=None)
+
+
+def _memory_used(folder: Path) -> int:
+    used = _read_int(folder / "memory.current") or _read_int(folder / "memory.usage_in_bytes") or 0
+    # The page cache of files counts as used there but is given back when memory is asked for. Version 1 counts that of
+    # groups below under names of its own.
+    stat = _stats(folder / "memory.stat")
+    cache = sum(stat.get(f"total_{key}", stat.get(key, 0)) for key in ("inactive_file", "active_file"))
+    return max(0, used - cache)
 
 
 def _cgroup_folders(root: Path, proc: Path, controller: str) -> list[Path]:
@@ -115,9 +136,6 @@ def _read_int(path: Path) -> int | None:
     return int(text) if text and text.lstrip("-").isdigit() else None
 
 
-def _stat(path: Path, key: str) -> int:
-    for line in (_read(path) or "").splitlines():
-        name, _, value = line.partition(" ")
-        if name == key:
-            return int(value)
-    return 0
+def _stats(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in (_read(path) or "").splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

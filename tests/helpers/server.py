@@ -31,11 +31,24 @@ class Server:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
+    def children(self) -> list[int]:
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        try:
+            return [int(pid) for pid in path.read_text().split()]
+        except OSError:
+            return []
+
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        pids = [int(pid) for pid in children]
+        pids = self.children()
         assert len(pids) == 1, f"expected one engine process, found {pids}"
         return pids[0]
+
+    def health(self) -> int:
+        """The status of /health; 0 when nobody answers."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=10).status_code
+        except httpx.TransportError:
+            return 0
 
     def metric(self, name: str) -> float:
         """The value of a metric, summed over its labels."""
@@ -58,6 +71,45 @@ class Server:
         return self.process.wait(timeout=60)
 
 
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that ended and was not reaped yet does not."""
+    state = stat_of(pid)
+    return state is not None and state[0] not in "ZX"
+
+
+def cpu_ticks(pid: int) -> int:
+    """CPU time used so far, user and system, in clock ticks."""
+    state = stat_of(pid)
+    assert state is not None, f"process {pid} is gone"
+    return int(state[11]) + int(state[12])
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def stat_of(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the state on; the name before it may hold spaces."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def run_tidemill(
+    *args: str, env: dict[str, str] | None = None, stdin: str = "", timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """`tidemill ARGS` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "tidemill.cli.main", *args],
+        env={**os.environ, **(env or {})},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
 def wait_for(condition: Callable[[], bool], deadline: float, what: str) -> None:
     end = time.monotonic() + deadline
     while not condition():
@@ -66,11 +118,15 @@ def wait_for(condition: Callable[[], bool], deadline: float, what: str) -> None:
 
 
 @contextlib.contextmanager
-def start_server(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """`tidemill serve ARGS --port 0`; ready when the report with the address is printed."""
+def start_server(
+    *args: str, env: dict[str, str] | None = None, on_spawn: Callable[[Server], None] | None = None
+) -> Iterator[Server]:
+    """`tidemill serve ARGS --port 0`; ready when the report with the address is printed. `on_spawn` does not wait."""
     with tempfile.NamedTemporaryFile(prefix="tidemill-serve-", suffix=".log") as log:
         server = spawn(args, log.file, Path(log.name), env)
         try:
+            if on_spawn is not None:
+                on_spawn(server)
             wait_until_ready(server)
             yield server
         finally:

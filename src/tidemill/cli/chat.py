@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from tidemill.cli.options import VllmCommand, engine_options
+from tidemill.errors import TidemillError
 
 EXAMPLES = """\b
 Examples:
@@ -72,6 +73,13 @@ def command(model: str | None, url: str | None, api_key: str | None, system: str
         except KeyboardInterrupt:
             if not interactive:
                 raise
+        except TidemillError as error:
+            if not interactive:
+                raise
+            # A typing person can go on: shorter, or after /reset.
+            click.echo(error.report(), err=True)
+            messages.pop()
+            continue
         click.echo()
         messages.append({"role": "assistant", "content": answer})
 

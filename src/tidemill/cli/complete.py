@@ -29,7 +29,8 @@ def command(prompt: str, model: str | None, url: str | None, api_key: str | None
     from tidemill.cli.talk import open_talker
 
     sampling = take_sampling(options)
-    sampling["max_tokens"] = sampling["max_tokens"] or 128
+    if sampling["max_tokens"] is None:
+        sampling["max_tokens"] = 128
     talker = open_talker(model, url, api_key, options)
     for piece in talker.complete(sys.stdin.read() if prompt == "-" else prompt, sampling):
         click.echo(piece, nl=False)

@@ -51,7 +51,7 @@ def app() -> None:
 
 def main() -> None:
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
     except TidemillError as error:
         sys.exit(f"\n{error.report()}")
     except click.Abort:
@@ -61,6 +61,7 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,16 @@ Examples:
 """
 
 
+def _help(text: str, example: str) -> str:
+    return f"{text}\n\n\b\nExamples:\n  tidemill models {example}\n"
+
+
 @click.group(help=f"List, fetch, locate and remove models.\n\n{EXAMPLES}")
 def command() -> None:
     pass
 
 
-@command.command("list", help="Aliases, and what is cached on this machine.")
+@command.command("list", help=_help("Aliases, and what is cached on this machine.", "list"))
 def list_models() -> None:
     from rich.console import Console
     from rich.table import Table
@@ -39,14 +43,14 @@ def list_models() -> None:
     Console().print(table)
 
 
-@command.command(help="Fetch NAME (an alias or a hub id) and print where it is.")
+@command.command(help=_help("Fetch NAME (an alias or a hub id) and print where it is.", "pull smollm2"))
 @click.argument("name")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 def pull(name: str, revision: str | None) -> None:
     _fetch(name, revision)
 
 
-@command.command(help="Print where NAME is on this machine, fetching it if need be.")
+@command.command(help=_help("Print where NAME is on this machine, fetching it if need be.", "path smollm2"))
 @click.argument("name")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 def path(name: str, revision: str | None) -> None:
@@ -61,7 +65,7 @@ def _fetch(name: str, revision: str | None) -> None:
     click.echo(files.path)
 
 
-@command.command(help="Remove NAME from this machine's cache.")
+@command.command(help=_help("Remove NAME from this machine's cache.", "rm smollm2"))
 @click.argument("name")
 def rm(name: str) -> None:
     from tidemill.weights.cache import remove_cached

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import click
 
-_SUFFIXES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
+_SUFFIXES = {**{s: 1000**i for i, s in enumerate("kmgt", 1)}, **{s: 1024**i for i, s in enumerate("KMGT", 1)}}
 
 
 class HumanInt(click.ParamType):
@@ -19,17 +20,20 @@ class HumanInt(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", str(value).strip())
-        if not found:
-            self.fail(f"{value!r} is not a number such as 4096, 4k, 4K or 2G", param, ctx)
-        return int(float(found[1]) * _SUFFIXES.get(found[2], 1))
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", str(value).strip(), re.ASCII)
+        number = Decimal(found[1]) * _SUFFIXES.get(found[2], 1) if found else None
+        if number is None or number != int(number):
+            self.fail(f"{value!r} is not a whole number such as 4096, 4k, 4K or 2G", param, ctx)
+        return int(number)
 
 
 class VllmCommand(click.Command):
     """Accepts `--flag A B` for options that take several values, and underscores in flag names, as vLLM does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        several = {name for option in self.params if option.multiple for name in option.opts}  # type: ignore[attr-defined]
+        options = [option for option in self.params if isinstance(option, click.Option)]
+        known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+        several = {name for option in options if option.multiple for name in option.opts}
         spread: list[str] = []
         current, needs_value = None, False
         for index, arg in enumerate(args):
@@ -38,9 +42,10 @@ class VllmCommand(click.Command):
                 break
             if arg.startswith("-"):
                 name, equals, value = arg.partition("=")
-                arg = name.replace("_", "-") + equals + value if name.startswith("--") else arg
-                current, needs_value = (arg, True) if arg in several else (None, False)
-                spread.append(arg)
+                if name not in known and name.replace("_", "-") in known:
+                    name = name.replace("_", "-")
+                current, needs_value = (name, not equals) if name in several else (None, False)
+                spread.append(name + equals + value)
             elif current is not None and not needs_value:
                 spread.extend((current, arg))
             else:
@@ -67,9 +72,7 @@ def engine_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--num-gpu-blocks-override", type=HumanInt(), help="Number of KV blocks, for testing."),
         click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=None, help="On by default."),
         click.option("--enable-chunked-prefill/--no-enable-chunked-prefill", default=None, help="On by default."),
-        click.option(
-            "--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True
-        ),
+        click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True),
         click.option("--max-waiting", type=HumanInt(), help="Sequences that may wait; more are answered 429."),
         click.option("--seed", type=int, default=0, show_default=True, help="Seed of requests that bring none."),
         click.option("--threads", type=int, help="CPU threads; by default the cores this process may use."),

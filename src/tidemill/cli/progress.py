@@ -17,16 +17,24 @@ class ProgressReporter:
         self._bar: Any = None
         self._tasks: dict[str, Any] = {}
         self._last_line = 0.0
+        self._closed = False
 
     def __enter__(self) -> ProgressReporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Whoever still reports after this, such as an engine that is restarted, is not shown."""
+        self._closed = True
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        if self._closed:
+            return
         if sys.stderr.isatty():
             self._draw(what, done, total)
         elif time.monotonic() - self._last_line > LINE_INTERVAL or (done == total and what not in self._tasks):

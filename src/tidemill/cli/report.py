@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+
 from tidemill.engine.messages import Ready
 from tidemill.engine.prepare import Prepared
 
 GIB = 2**30
 
 
-def startup_report(prepared: Prepared, names: tuple[str, ...], ready: Ready, url: str, has_key: bool) -> str:
+def startup_report(
+    prepared: Prepared, names: tuple[str, ...], ready: Ready, url: str, *, key_variable: str | None = None
+) -> str:
+    """`key_variable` is the environment variable that holds a key, where the server asks for one."""
     config, why = prepared.config, prepared.config.why
     rows = [
-        ("model", " ".join(names), config.model_origin if config.model_origin not in names else config.model_path),
+        ("model", " ".join(names), config.model_path if config.model_origin in names else config.model_origin),
         ("dtype", config.dtype, why["dtype"]),
-        ("device", f"{config.device}, {config.threads} threads", why["threads"]),
+        ("device", f"{config.device}, {config.threads} threads", f"{why['device']}; {why['threads']}"),
         ("context", f"{config.max_model_len:,} tokens", why["max_model_len"]),
         (
             "KV cache",
             f"{config.num_blocks:,} blocks, {config.num_cache_tokens:,} tokens, {config.kv_bytes / GIB:.2f} GiB",
-            why["num_blocks"],
+            f"{why['num_blocks']}; {config.block_size} tokens a block, {why['block_size']}",
         ),
         (
             "at once",
             f"{min(config.full_length_requests, config.max_num_seqs):.1f} requests of full length",
-            f"at most {config.max_num_seqs} sequences run, {config.max_waiting} wait",
+            f"the cache holds so many; at most {config.max_num_seqs} sequences run ({why['max_num_seqs']}), "
+            f"{config.max_waiting} wait ({why['max_waiting']})",
         ),
         ("step", f"{config.max_num_batched_tokens:,} tokens", why["max_num_batched_tokens"]),
+        ("scheduler", config.scheduling_policy, _scheduler_note(prepared)),
         (
             "memory",
             f"{ready.resident_bytes / GIB:.2f} GiB now",
@@ -33,11 +41,19 @@ def startup_report(prepared: Prepared, names: tuple[str, ...], ready: Ready, url
             "the cache fills as it is used",
         ),
         ("chat", "yes" if prepared.chat_template else "no chat template", _chat_note(prepared)),
-        ("loaded in", f"{ready.load_seconds:.1f} s", ""),
+        ("loaded in", f"{ready.load_seconds:.1f} s", "from the start of the engine's imports to its first step"),
     ]
     width = max(len(value) for _, value, _ in rows)
-    lines = [f"  {name:<10}{value:<{width}}  {reason}".rstrip() for name, value, reason in rows]
-    return "\n".join(["", "tidemill is ready", *lines, "", f"  serving   {url}", "", _curl(names[0], url, prepared, has_key), ""])
+    lines = [f"  {name:<11}{value:<{width}}  {reason}".rstrip() for name, value, reason in rows]
+    curl = _curl(names[0], url, prepared, key_variable)
+    return "\n".join(["", "tidemill is ready", *lines, "", f"  serving    {url}", "", curl, ""])
+
+
+def _scheduler_note(prepared: Prepared) -> str:
+    config = prepared.config
+    caching = "on" if config.enable_prefix_caching else "off"
+    chunked = "on" if config.enable_chunked_prefill else "off"
+    return f"prefix caching {caching}, chunked prefill {chunked}"
 
 
 def _chat_note(prepared: Prepared) -> str:
@@ -46,12 +62,19 @@ def _chat_note(prepared: Prepared) -> str:
     return "template of the model"
 
 
-def _curl(name: str, url: str, prepared: Prepared, has_key: bool) -> str:
-    key = " -H 'Authorization: Bearer '$TIDEMILL_API_KEY" if has_key else ""
+def _curl(name: str, url: str, prepared: Prepared, key_variable: str | None) -> str:
+    """Quoted for a shell; a key is named, never printed."""
+    body: dict[str, object] = {"model": name}
     if prepared.chat_template is None:
-        body = f'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}'
-        route = "completions"
+        route, body = "completions", {**body, "prompt": "Once upon a time", "max_tokens": 32}
     else:
-        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
-        route = "chat/completions"
-    return f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n    -d '{body}'"
+        route, body = "chat/completions", {**body, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    flags = ""
+    if url.startswith("unix:"):
+        flags, url = f"--unix-socket {shlex.quote(url.removeprefix('unix:'))} ", "http://localhost"
+    elif url.startswith("https:"):
+        # The certificate names the outside, not this address.
+        flags = "--insecure "
+    key = f' -H "Authorization: Bearer ${key_variable}"' if key_variable else ""
+    data = shlex.quote(json.dumps(body))
+    return f"  curl {flags}{url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n    -d {data}"

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-from tidemill.errors import InvalidRequest, TidemillError
+import click
+from click.core import ParameterSource
+
+from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 
 Messages = list[dict[str, str]]
 
@@ -54,6 +58,7 @@ class RemoteTalker:
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
         import httpx
 
+        _check_address(url)
         key = api_key or os.environ.get("TIDEMILL_API_KEY") or os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         base = url.rstrip("/")
@@ -70,38 +75,78 @@ class RemoteTalker:
             yield choice.get("text") or ""
 
     def _first_model(self) -> str:
-        return str(self._checked(lambda: self._http.get(f"{self._base}/models")).json()["data"][0]["id"])
+        request = self._http.build_request("GET", f"{self._base}/models")
+        with self._answer(request) as response:
+            try:
+                return str(json.loads(response.read())["data"][0]["id"])
+            except (ValueError, KeyError, IndexError, TypeError):
+                raise TidemillError(
+                    f"{self._base}/models does not list models",
+                    cause=_words(response.text) or "an empty answer",
+                    fix="give the address of an OpenAI-compatible server, such as http://127.0.0.1:8000",
+                ) from None
 
-    def _checked(self, call: Any) -> Any:
+    @contextmanager
+    def _answer(self, request: Any) -> Iterator[Any]:
+        """The server's 200, or what went wrong, also while it is read."""
         import httpx
 
+        response = None
         try:
-            response = call()
-        except httpx.TransportError as error:
+            response = self._http.send(request, stream=True)
+            if response.status_code != 200:
+                response.read()
+                raise TidemillError(
+                    f"{self._base} answered {response.status_code}",
+                    cause=_words(response.text),
+                    fix=self._advice(response),
+                )
+            yield response
+        except httpx.HTTPError as error:
+            said = "broke off its answer" if response is not None else "does not answer"
             raise TidemillError(
-                f"no server answers at {self._base}", cause=str(error), fix="start one with: tidemill serve"
+                f"the server at {self._base} {said}",
+                cause=str(error) or type(error).__name__,
+                fix="see its log" if response is not None else "start one with: tidemill serve",
             ) from None
-        if response.status_code != 200:
-            response.read()
-            raise TidemillError(f"{self._base} answered {response.status_code}", cause=_words(response.text))
-        return response
+        finally:
+            if response is not None:
+                response.close()
+
+    def _advice(self, response: Any) -> str:
+        if response.status_code == 401:
+            return "give its key with --api-key, or in TIDEMILL_API_KEY"
+        if response.status_code in (429, 503):
+            return f"try again in {response.headers.get('retry-after', 'a few')} s"
+        return "correct what it names" if response.status_code < 500 else "see the server's log"
 
     def _events(self, route: str, body: dict[str, Any], sampling: dict[str, Any]) -> Iterator[dict[str, Any]]:
         given = {key: value for key, value in sampling.items() if value is not None}
         request = self._http.build_request(
             "POST", f"{self._base}/{route}", json={"model": self.name, "stream": True, **body, **given}
         )
-        response = self._checked(lambda: self._http.send(request, stream=True))
-        try:
+        with self._answer(request) as response:
             for line in response.iter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 event = json.loads(line[6:])
                 if "error" in event:
-                    raise TidemillError(event["error"]["message"])
+                    raise TidemillError("the answer broke off", cause=event["error"]["message"], fix="try again")
                 yield from event["choices"]
-        finally:
-            response.close()
+
+
+def _check_address(url: str) -> None:
+    import httpx
+
+    cause, fix = "", f"--url http://{url}"
+    try:
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            cause = "it is not http://host:port"
+    except httpx.InvalidURL as error:
+        cause, fix = str(error), "--url http://127.0.0.1:8000"
+    if cause:
+        raise ConfigError(f"--url {url} is no address of a server", param="url", cause=cause, fix=fix)
 
 
 def _words(text: str) -> str:
@@ -112,4 +157,18 @@ def _words(text: str) -> str:
 
 
 def open_talker(model: str | None, url: str | None, api_key: str | None, engine: dict[str, Any]) -> Talker:
-    return RemoteTalker(url, model, api_key) if url else LocalTalker(model or "smollm2", engine)
+    if url:
+        _refuse("has no effect with --url: it belongs to the server", [name for name in engine if _was_given(name)])
+        return RemoteTalker(url, model, api_key)
+    _refuse("is for a server: it needs --url", ["api_key"] if api_key else [])
+    return LocalTalker(model or "smollm2", engine)
+
+
+def _was_given(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) == ParameterSource.COMMANDLINE
+
+
+def _refuse(why: str, names: list[str]) -> None:
+    for name in names:
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{flag} {why}", param=name, fix=f"leave {flag} out")

@@ -32,7 +32,15 @@ from tidemill.engine.messages import (
     Stats,
 )
 from tidemill.engine.output import Choice
-from tidemill.errors import EngineDead, EngineStalled, QueueFull, ShuttingDown, StartupError, TidemillError
+from tidemill.errors import (
+    EngineDead,
+    EngineStalled,
+    InvalidRequest,
+    QueueFull,
+    ShuttingDown,
+    StartupError,
+    TidemillError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +86,9 @@ class EngineClient:
         self._streams: dict[str, _Stream] = {}
         self._starting: asyncio.Future[Ready] | None = None
         self._problem: TidemillError | None = None
+        """Why requests are refused now; None while the engine serves."""
+        self._last_words: TidemillError | None = None
+        """What the engine itself said before it ended."""
         self._deaths: list[float] = []
         self._closing = self._draining = False
         self._counted = Stats()
@@ -101,9 +112,16 @@ class EngineClient:
         if self.fatal is None:
             self.fatal = loop.create_future()
         self._starting = loop.create_future()
-        self._problem, self._ping_sent = None, None
+        self._last_words, self._ping_sent = None, None
         self._link = self._make_link()
-        await self._link.open(Start(self.config), self._on_message, self._on_gone)
+        try:
+            await self._link.open(Start(self.config), self._on_message, self._on_gone)
+        except OSError as error:
+            raise StartupError(
+                "the engine process could not be started",
+                cause=error.strerror or str(error),
+                fix="see that this user may start processes (ulimit -a) and that memory is left (free -m)",
+            ) from error
         self.ready = await self._starting
         return self.ready
 
@@ -154,12 +172,20 @@ class EngineClient:
             )
 
     async def drain(self, timeout: float) -> bool:
-        """Take nothing new, wait for what runs; True if all of it finished in time."""
+        """Take nothing new, wait for what runs and end the rest; True if all of it finished in time."""
         self._draining = True
         deadline = time.monotonic() + timeout
         while self._num_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        return not self._num_requests
+        finished = not self._num_requests
+        self._fail_streams(
+            ShuttingDown(
+                "the server shut down before this answer was finished",
+                cause=f"it waited no longer than {timeout:g} s for what ran",
+                fix="retry on another replica, or serve with a longer --shutdown-timeout",
+            )
+        )
+        return finished
 
     async def close(self) -> None:
         self._closing = self._draining = True
@@ -177,6 +203,12 @@ class EngineClient:
 
     def _check_room(self, count: int) -> None:
         limit = self.config.max_num_seqs + self.config.max_waiting
+        if count > limit:
+            raise InvalidRequest(
+                f"n is {count}, but this server holds at most {limit} sequences, running and waiting; "
+                "use a smaller n, or serve with a larger --max-waiting",
+                param="n",
+            )
         if len(self._streams) + count > limit:
             raise QueueFull(
                 f"{len(self._streams)} sequences are running or waiting and the limit is {limit}; retry in a moment",
@@ -200,7 +232,7 @@ class EngineClient:
         elif isinstance(message, Ready):
             self._settle(message)
         elif isinstance(message, Failed):
-            self._problem = TidemillError.from_dict(message.problem)
+            self._last_words = TidemillError.from_dict(message.problem)
 
     def _deliver(self, output: SequenceOutput) -> None:
         stream = self._streams.get(output.id)
@@ -235,18 +267,21 @@ class EngineClient:
 
     def _settle(self, ready: Ready) -> None:
         if self._starting is not None and not self._starting.done():
+            self._problem = None
             self._starting.set_result(ready)
 
     def _on_gone(self, story: str) -> None:
         if self._closing:
             return
-        problem = self._problem
-        cause = story if problem is None else f"{problem.message}{': ' + problem.cause if problem.cause else ''}"
+        said = self._last_words
         if self._starting is not None and not self._starting.done():
-            failure = problem or StartupError("the engine did not start", cause=story)
-            self._problem = failure
-            self._starting.set_exception(failure)
+            fix = "see the lines above; TIDEMILL_LOG_LEVEL=debug tells more"
+            self._starting.set_exception(said or StartupError("the engine did not start", cause=story, fix=fix))
             return
+        self._on_death(story if said is None else _in_one_line(said))
+
+    def _on_death(self, cause: str) -> None:
+        """What ran fails with the cause; what comes is refused until the engine is back."""
         self._problem = EngineDead("the engine died and is being restarted", cause=cause, fix="retry in a few seconds")
         self._counted, self.stats = self.stats, replace(self.stats, running=0, waiting=0, kv_usage=0.0)
         self._fail_streams(EngineDead("the engine died while serving this request", cause=cause, fix="retry"))
@@ -255,7 +290,7 @@ class EngineClient:
         self._deaths = [when for when in self._deaths if now - when < RESTART_WINDOW] + [now]
         if len(self._deaths) > MAX_RESTARTS:
             self._give_up(cause)
-        else:
+        elif not self._draining:
             self._restart = asyncio.get_running_loop().create_task(self._start_again())
 
     async def _start_again(self) -> None:
@@ -263,7 +298,7 @@ class EngineClient:
             await self.start()
             logger.warning("the engine was restarted")
         except TidemillError as error:
-            self._give_up(f"{error.message}{': ' + error.cause if error.cause else ''}")
+            self._on_death(_in_one_line(error))
 
     def _give_up(self, cause: str) -> None:
         self._problem = EngineDead(
@@ -278,3 +313,7 @@ class EngineClient:
         for stream in {id(stream): stream for stream in self._streams.values()}.values():
             stream.queue.put_nowait(problem)
         self._streams.clear()
+
+
+def _in_one_line(problem: TidemillError) -> str:
+    return f"{problem.message}: {problem.cause}" if problem.cause else problem.message

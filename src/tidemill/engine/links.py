@@ -6,6 +6,7 @@ A link delivers messages in order to `on_message` on the event loop and calls `o
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import os
 import queue
@@ -21,6 +22,9 @@ from tidemill.engine.messages import Failed, Progress, Ready, Start
 from tidemill.errors import EngineDead, TidemillError
 
 STDERR_LINES = 30
+STDERR_LINE_CHARS = 500
+LAST_MESSAGES_TIMEOUT = 2.0
+"""How long the messages an engine sent before it ended may take to arrive after it."""
 
 
 class Link(Protocol):
@@ -52,14 +56,20 @@ class ProcessLink:
         ours, theirs = socket_pair()
         self._encode = encode
         parser = FrameParser()
+        all_received = asyncio.Event()
 
         class Protocol(asyncio.Protocol):
             def data_received(self, data: bytes) -> None:
                 for message in parser.feed(data):
                     on_message(message)
 
+            def connection_lost(self, exc: Exception | None) -> None:
+                all_received.set()
+
+        # -P: what lies in the folder the server was started in must not be imported in place of a library.
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "tidemill.engine.process",
             str(theirs.fileno()),
@@ -71,7 +81,7 @@ class ProcessLink:
         theirs.close()
         ours.setblocking(False)
         self._transport, _ = await loop.create_connection(Protocol, sock=ours)
-        self._watcher = asyncio.create_task(self._watch(on_gone))
+        self._watcher = asyncio.create_task(self._watch(on_gone, all_received))
         self.send(start)
 
     def send(self, message: Any) -> None:
@@ -90,23 +100,46 @@ class ProcessLink:
                     self._process.kill()
                 await self._watcher
 
-    async def _watch(self, on_gone: Callable[[str], None]) -> None:
-        assert self._process is not None and self._process.stderr is not None
-        while line := await self._process.stderr.readline():
-            text = line.decode(errors="replace")
-            self._stderr.append(text.rstrip())
-            sys.stderr.write(text)
-            sys.stderr.flush()
+    async def _watch(self, on_gone: Callable[[str], None], all_received: asyncio.Event) -> None:
+        assert self._process is not None
+        passing_on = asyncio.create_task(self._pass_on_stderr())
         code = await self._process.wait()
+        # Its last words may still be on the way. They end with the process, unless a child of it holds the pipe.
+        ending = {passing_on, asyncio.create_task(all_received.wait())}
+        await asyncio.wait(ending, timeout=LAST_MESSAGES_TIMEOUT)
+        for task in ending:
+            task.cancel()
         on_gone(self._story(code))
+
+    async def _pass_on_stderr(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        rest = ""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # Not by lines: a line may be longer than a stream reader takes.
+        while data := await self._process.stderr.read(2**16):
+            text = decoder.decode(data)
+            *lines, rest = (rest + text).split("\n")
+            self._stderr.extend(lines)
+            rest = rest[-STDERR_LINE_CHARS:]
+            # The reader of our own stderr may be gone; the engine is not to block or die for that.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(text)
+                sys.stderr.flush()
+        self._stderr.append(rest)
 
     def _story(self, code: int) -> str:
         if code < 0:
-            name = signal.Signals(-code).name
             hint = ", which is what the kernel does when memory runs out" if -code == signal.SIGKILL else ""
-            return f"the engine process was killed by {name}{hint}"
-        last = next((line for line in reversed(self._stderr) if line.strip()), "it printed nothing")
-        return f"the engine process ended with code {code}: {last}"
+            return f"the engine process was killed by {_signal_name(-code)}{hint}"
+        last = next((line.strip() for line in reversed(self._stderr) if line.strip()), "it printed nothing")
+        return f"the engine process ended with code {code}: {last[-STDERR_LINE_CHARS:]}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class ThreadLink:
@@ -152,7 +185,7 @@ class ThreadLink:
 
     def take(self, block: bool) -> list[Any] | None:
         """The inbox of the loop; None in the queue is the order to end."""
-        messages = []
+        messages: list[Any] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 message = self._inbox.get(block=block and not messages)

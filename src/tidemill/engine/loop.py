@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from tidemill.engine.core import EngineCore
 from tidemill.engine.messages import Abort, Add, Outputs, Ping, Pong, SequenceOutput
+from tidemill.errors import TidemillError
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,23 @@ def run_loop(core: EngineCore, inbox: Inbox, emit: Callable[[Any], None]) -> Non
         outputs: list[SequenceOutput] = []
         for message in messages:
             if isinstance(message, Add):
-                core.add(message)
+                outputs.extend(_added(core, message))
             elif isinstance(message, Abort):
                 core.abort(message.ids)
             elif isinstance(message, Ping):
                 emit(Pong(message.nonce))
         if core.has_work:
-            outputs = core.step()
+            outputs.extend(core.step())
         if outputs or messages:
             emit(Outputs(outputs, core.stats))
+
+
+def _added(core: EngineCore, message: Add) -> list[SequenceOutput]:
+    """Nothing a single request holds may end the engine, and with it the requests of others."""
+    try:
+        core.add(message)
+        return []
+    except Exception as error:
+        logger.exception("a request could not be taken")
+        problem = TidemillError("the engine could not take this request", cause=f"{type(error).__name__}: {error}")
+        return [SequenceOutput(message.id, [], "error", problem=problem.as_dict())]

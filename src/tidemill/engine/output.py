@@ -121,7 +121,7 @@ class Choice:
         text = self._detokenizer.push(shown)
         if output.finish is not None:
             text += self._detokenizer.flush()
-        text, stop = self._stops.push(text, searching=self._num_tokens >= self.params.min_tokens)
+        text, stop = self._stops.push(text, searching=self._num_tokens > self.params.min_tokens)
         finish, reason = output.finish, output.stop_reason
         if stop is not None:
             finish, reason = "stop", stop

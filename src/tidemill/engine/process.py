@@ -6,6 +6,7 @@ order to exit, so an engine never outlives its server.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -17,6 +18,7 @@ import time
 import traceback
 from typing import Any
 
+from tidemill.config import log_level
 from tidemill.engine.messages import Failed, Progress, Ready, Start
 from tidemill.engine.transport import SocketInbox, encode
 from tidemill.errors import StartupError, TidemillError
@@ -26,9 +28,10 @@ PROGRESS_INTERVAL = 0.1
 
 def main() -> int:
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    level = os.environ.get("TIDEMILL_LOG_LEVEL", "WARNING").upper()
-    logging.basicConfig(level=level, format="%(levelname)s engine %(name)s: %(message)s")
+    # A service manager signals every process of a service; the server decides when the engine has finished.
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    logging.basicConfig(level=log_level(), format="%(levelname)s engine %(name)s: %(message)s")
     connection = socket.socket(fileno=int(sys.argv[1]))
     inbox = SocketInbox(connection)
 
@@ -43,8 +46,10 @@ def main() -> int:
     except (BrokenPipeError, ConnectionResetError):
         return 0
     except BaseException as error:
-        emit(Failed(as_problem(error).as_dict()))
-        traceback.print_exc()
+        if not isinstance(error, TidemillError):
+            traceback.print_exc()
+        with contextlib.suppress(OSError):
+            emit(Failed(as_problem(error).as_dict()))
         return 1
     return 0
 
@@ -85,7 +90,15 @@ def as_problem(error: BaseException) -> TidemillError:
             cause=f"{error}{where}",
             fix="use a smaller --max-model-len, --max-num-seqs or --kv-cache-memory-bytes",
         )
-    return StartupError("the engine failed", cause=f"{type(error).__name__}: {error}{where}")
+    cause = f"{type(error).__name__}: {error}{where}"
+    if isinstance(error, ImportError):
+        name = (error.name or "torch").partition(".")[0]
+        return StartupError(
+            "the engine could not be imported",
+            cause=cause,
+            fix=f"{sys.executable} -m pip install --force-reinstall {name}",
+        )
+    return StartupError("the engine failed", cause=cause, fix="the traceback is above; report it if it happens again")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ HEADER = struct.Struct("<IB")
 SOCKET_BUFFER = 4 * 2**20
 
 _index = {kind: index for index, kind in enumerate(TYPES)}
-_decoders = [msgspec.msgpack.Decoder(kind) for kind in TYPES]
+_decoders: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in TYPES]
 _encoder = msgspec.msgpack.Encoder()
 
 

@@ -67,8 +67,8 @@ def responses(
 ) -> dict[int | str, dict[str, Any]]:
     ok: dict[str, Any] = {"description": "Done."} if success is None else {"model": success, "description": "Done."}
     if streams:
-        ok["content"] = {"application/json": {}, "text/event-stream": {"schema": {"type": "string"}}}
-        ok["description"] = "The answer, or with `stream` its chunks as server-sent events."
+        ok["content"] = {"application/json": {}, "text/event-stream": {}}
+        ok["description"] = "The answer, or with `stream` its chunks (see the Chunk schemas) as server-sent events."
     described: dict[int | str, dict[str, Any]] = {200: ok}
     for status in statuses:
         described[status] = {"model": ErrorResponse, "description": MEANINGS[status]}

@@ -79,13 +79,20 @@ def _on_http_exception(request: Request, exc: Exception) -> JSONResponse:
     if exc.status_code == 404:
         return error_response(NotFound(f"there is no route {method} {path}", fix="see /docs for the routes"))
     if exc.status_code == 405:
-        allowed = (exc.headers or {}).get("Allow", "")
+        allowed = _allowed_methods(request) or (exc.headers or {}).get("Allow", "")
         response = error_response(MethodNotAllowed(f"{path} does not take {method}", fix=f"use {allowed}"))
         response.headers["Allow"] = allowed
         return response
     response = error_response(InvalidRequest(str(exc.detail)))
     response.status_code = exc.status_code
     return response
+
+
+def _allowed_methods(request: Request) -> str:
+    """All methods of the route; the framework knows only those of the first handler it met."""
+    template = getattr(request.scope.get("route"), "path_format", "")
+    described = request.app.openapi()["paths"].get(template, {})
+    return ", ".join(sorted(method.upper() for method in described))
 
 
 def _on_framework_validation(request: Request, exc: Exception) -> JSONResponse:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tidemill.core.params import MAX_LOGPROBS
 from tidemill.server.schemas_common import (
     GenerationFields,
+    Integer,
     PromptLogprobs,
     RequestBody,
     Usage,
     documented,
+    without_null,
 )
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -21,8 +23,10 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 class ContentPart(BaseModel):
     """A piece of a message. Only text is read; other types are refused by name."""
 
+    model_config = ConfigDict(json_schema_extra={"required": ["type", "text"]})
+
     type: str = Field(json_schema_extra={"enum": ["text"]})
-    text: str | None = None
+    text: str | None = Field(default=None, json_schema_extra=without_null)
 
 
 class FunctionCall(RequestBody):
@@ -39,8 +43,12 @@ class ToolCall(RequestBody):
 class Message(RequestBody):
     """One turn. `tool_calls` of earlier turns are shown to the chat template."""
 
+    model_config = ConfigDict(json_schema_extra={"required": ["role", "content"]})
+
     role: Role
-    content: str | list[ContentPart] | None = None
+    content: str | list[ContentPart] | None = Field(
+        default=None, description="Null only beside tool_calls.", json_schema_extra=without_null
+    )
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -58,12 +66,12 @@ class ChatCompletionRequest(GenerationFields):
     """Unknown parameters, and known ones that cannot act here, are refused by name."""
 
     messages: list[Message] = Field(json_schema_extra={"minItems": 1})
-    max_tokens: int | None = documented("Older name of max_completion_tokens.", minimum=1)
-    max_completion_tokens: int | None = Field(
+    max_tokens: Integer | None = documented("Older name of max_completion_tokens.", minimum=1)
+    max_completion_tokens: Integer | None = Field(
         default=None, ge=1, description="The most tokens to write; to the end of the context if left out."
     )
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Integer | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = Field(default=None, description="Start a new assistant turn (the default).")
     continue_final_message: bool | None = Field(default=None, description="Write on where the last message ends.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extra values for the chat template.")

@@ -8,18 +8,33 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tidemill.core.params import MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_STOP_STRINGS
 
-Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+def _whole(value: object) -> object:
+    """JSON has one kind of number, so 16.0 is an integer too; some clients have no other way to write it."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), BeforeValidator(_whole)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_whole)]
+Text = Annotated[str, Field(json_schema_extra={"minLength": 1})]
+Bias = Annotated[float, Field(json_schema_extra={"minimum": -100, "maximum": 100})]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 
 
 def documented(description: str | None = None, **schema: Any) -> Any:
     """An optional field with limits that are shown in `/openapi.json` and checked by `SamplingParams`."""
     return Field(default=None, description=description, json_schema_extra=schema or None)
+
+
+def without_null(schema: dict[str, Any]) -> None:
+    """For a field that may be null only in rare company, which a schema cannot say: described as never null."""
+    schema["anyOf"] = [branch for branch in schema["anyOf"] if branch != {"type": "null"}]
+    schema.pop("default", None)
 
 
 class RequestBody(BaseModel):
@@ -46,16 +61,16 @@ class GenerationFields(RequestBody):
     presence_penalty: float | None = documented(minimum=-2, maximum=2)
     frequency_penalty: float | None = documented(minimum=-2, maximum=2)
     repetition_penalty: float | None = documented("1 changes nothing.", exclusiveMinimum=0)
-    seed: int | None = documented("The same seed gives the same text.", minimum=-(2**63), maximum=MAX_SEED)
-    logit_bias: dict[str, float] | None = Field(
-        default=None, description="Token id (as a string) to a bias, -100..100."
+    seed: Integer | None = documented("The same seed gives the same text.", minimum=-(2**63), maximum=MAX_SEED)
+    logit_bias: dict[str, Bias] | None = documented(
+        "Token id (as a string) to a bias.", propertyNames={"pattern": "^[0-9]{1,9}$"}
     )
     allowed_token_ids: list[TokenId] | None = documented("Only these tokens can be chosen.", minItems=1)
-    bad_words: list[str] | None = documented("Texts that are never written.")
+    bad_words: list[Text] | None = documented("Texts that are never written.")
 
-    max_tokens: int | None = documented("The most tokens to write per answer.", minimum=1)
+    max_tokens: Integer | None = documented("The most tokens to write per answer.", minimum=1)
     min_tokens: Int32 | None = documented(minimum=0)
-    stop: str | list[str] | None = documented(f"Up to {MAX_STOP_STRINGS} texts that end the answer.")
+    stop: Text | list[Text] | None = documented("Texts that end the answer.", maxItems=MAX_STOP_STRINGS)
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

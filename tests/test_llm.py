@@ -31,7 +31,9 @@ def test_generate_gives_results_in_order_and_in_vllms_shape(llm):
 
 def test_prompts_as_ids_and_dicts(llm):
     ids = llm.tokenizer.encode("The capital of France is")
-    texts = {say(llm, prompt).outputs[0].text for prompt in ("The capital of France is", ids, {"prompt_token_ids": ids})}
+    texts = {
+        say(llm, prompt).outputs[0].text for prompt in ("The capital of France is", ids, {"prompt_token_ids": ids})
+    }
     assert len(texts) == 1
 
 

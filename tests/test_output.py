@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +51,7 @@ def test_stop_strings_are_found_wherever_the_text_is_cut(text, stops, cuts, incl
     finder = StopStrings(stops, include)
     shown, found = "", None
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         piece, found = finder.push(text[start:end])
         shown += piece
         assert text.startswith(shown)

@@ -1,4 +1,4 @@
-"""Sampling against its definitions: each parameter does what its name says, and a seed gives the same draw in any batch."""
+"""Sampling against its definitions: each parameter does what its name says, and a seed draws the same in any batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tidemill.runtime.sampler import Draw, logprobs_of, sample
 VOCABULARY = 40
 
 
-def draw(params: SamplingParams, tokens: tuple[int, ...] = (1, 2, 3), num_prompt: int = 3, seed: int = 0, **more) -> Draw:
+def draw(params, tokens=(1, 2, 3), num_prompt=3, seed=0, **more) -> Draw:
     defaults = {"stop_ids": [], "bad_words_ids": []}
     return Draw(params, np.array(tokens, dtype=np.int64), num_prompt, seed, **{**defaults, **more})
 

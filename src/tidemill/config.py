@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tidemill.errors import ConfigError, OutOfMemory
 from tidemill.hardware import Hardware
@@ -70,7 +70,7 @@ class EngineConfig:
     """What will run. `why` maps a field to the reason for its value."""
 
     model_path: str
-    model_kind: str
+    model_kind: Literal["folder", "gguf"]
     model_origin: str
     device: str
     dtype: str
@@ -107,7 +107,7 @@ class ModelFacts:
     """What resolving needs to know of a checkpoint: from its headers alone."""
 
     path: str
-    kind: str
+    kind: Literal["folder", "gguf"]
     origin: str
     raw_config: Mapping[str, Any]
     num_parameters: int
@@ -217,6 +217,7 @@ def _check_length(args: EngineArgs, shape: DecoderConfig, wanted: int) -> None:
         raise ConfigError(
             f"max_model_len {wanted} is more than the {shape.max_position} positions the model was made for",
             param="max_model_len",
+            cause="its config says max_position_embeddings; beyond it the answers turn to noise",
             fix=f"--max-model-len {shape.max_position}",
         )
 

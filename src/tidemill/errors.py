@@ -6,6 +6,7 @@ knows nothing about HTTP frameworks; `as_dict`/`from_dict` carry a problem acros
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 
@@ -15,7 +16,7 @@ class TidemillError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "internal_error"
     code: ClassVar[str] = "internal_error"
-    registry: ClassVar[dict[str, type[TidemillError]]] = {}
+    registry: ClassVar[dict[str, Callable[..., TidemillError]]] = {}
 
     def __init__(
         self, message: str, *, param: str | None = None, cause: str | None = None, fix: str | None = None
@@ -123,7 +124,7 @@ class UnsupportedModel(StartupError):
 
 
 class BadCheckpoint(StartupError):
-    """A file of the checkpoint is missing, truncated or disagrees with the config; the message names file and tensor."""
+    """A file of the checkpoint is missing, truncated or disagrees with the config; the message names it."""
 
     code = "bad_checkpoint"
 

@@ -28,7 +28,7 @@ class Hardware:
 
     @property
     def fast_bf16(self) -> bool:
-        """Whether bfloat16 matrix products run in hardware; where they do not, they are many times slower than float32."""
+        """Whether bfloat16 products run in hardware; where they do not, they are many times slower than float32."""
         return bool(self.cpu_features & {"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 
 

@@ -79,7 +79,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue prompts (texts, token id lists, or dicts with `prompt` or `prompt_token_ids`), in their order."""
         many = _as_list(prompts)
-        return self._run([self._tokenized(prompt) for prompt in many], self._params_for(many, sampling_params), use_tqdm)
+        return self._run(
+            [self._tokenized(prompt) for prompt in many], self._params_for(many, sampling_params), use_tqdm
+        )
 
     def chat(
         self,
@@ -134,7 +136,7 @@ class LLM:
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
-        return None, [int(token) for token in prompt]  # type: ignore[union-attr]
+        return None, [int(token) for token in prompt]
 
     def _params_for(
         self, prompts: Sequence[Any], given: SamplingParams | Sequence[SamplingParams] | None
@@ -226,7 +228,11 @@ class _ProgressBar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._progress = Progress(
-            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[rate]}")
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[rate]}"),
         )
         self._progress.start()
         self._task = self._progress.add_task("generating", total=total, rate="")

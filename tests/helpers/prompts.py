@@ -1,9 +1,14 @@
-"""Fifty varied prompts: prose, code, other scripts, numbers, lists, chat markup, repetition, and lengths from 1 to 300."""
+"""Fifty varied prompts: prose, code, other scripts, numbers, lists, chat markup, repetition; 1 to 300 tokens."""
 
 from __future__ import annotations
 
 SUBJECTS = ("the tide", "a lighthouse", "photosynthesis", "the French Revolution", "sourdough", "a lost umbrella")
-OPENINGS = ("Explain {} to a child.", "Write a short poem about {}:\n", "Three facts about {}:\n1.", "Q: What is {}?\nA:")
+OPENINGS = (
+    "Explain {} to a child.",
+    "Write a short poem about {}:\n",
+    "Three facts about {}:\n1.",
+    "Q: What is {}?\nA:",
+)
 OTHERS = (
     "Once upon a time",
     "The capital of France is",

@@ -119,11 +119,16 @@ def wait_for(condition: Callable[[], bool], deadline: float, what: str) -> None:
 
 @contextlib.contextmanager
 def start_server(
-    *args: str, env: dict[str, str] | None = None, on_spawn: Callable[[Server], None] | None = None
+    *args: str,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    port: int = 0,
+    program: list[str] | None = None,
+    on_spawn: Callable[[Server], None] | None = None,
 ) -> Iterator[Server]:
-    """`tidemill serve ARGS --port 0`; ready when the report with the address is printed. `on_spawn` does not wait."""
+    """`tidemill serve ARGS`, on any free port; ready when the report with the address is printed. `on_spawn` does not wait."""
     with tempfile.NamedTemporaryFile(prefix="tidemill-serve-", suffix=".log") as log:
-        server = spawn(args, log.file, Path(log.name), env)
+        server = spawn((*args, "--port", str(port)), log.file, Path(log.name), env, cwd, program)
         try:
             if on_spawn is not None:
                 on_spawn(server)
@@ -139,10 +144,17 @@ def start_server(
                     server.process.wait()
 
 
-def spawn(args: tuple[str, ...], log: IO[bytes], path: Path, env: dict[str, str] | None = None) -> Server:
-    command = [sys.executable, "-m", "tidemill.cli.main", "serve", *args, "--port", "0"]
+def spawn(
+    args: tuple[str, ...],
+    log: IO[bytes],
+    path: Path,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    program: list[str] | None = None,
+) -> Server:
+    command = [*(program or [sys.executable, "-m", "tidemill.cli.main"]), "serve", *args]
     environment = {**os.environ, **(env or {})}
-    return Server(subprocess.Popen(command, stdout=log, stderr=log, env=environment), path)
+    return Server(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=cwd), path)
 
 
 def wait_until_ready(server: Server) -> None:
@@ -157,7 +169,12 @@ def wait_until_ready(server: Server) -> None:
 
 
 def _healthy(server: Server) -> bool:
+    transport = httpx.HTTPTransport(
+        verify=False, uds=server.url.removeprefix("unix:") if "unix:" in server.url else None
+    )
+    base = "http://localhost" if "unix:" in server.url else server.url
     try:
-        return httpx.get(f"{server.url}/health", verify=False).status_code == 200
+        with httpx.Client(transport=transport, base_url=base) as client:
+            return client.get("/health").status_code == 200
     except httpx.TransportError:
         return False

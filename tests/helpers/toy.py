@@ -1,4 +1,4 @@
-"""A model made of arithmetic, with a real paged cache: what it says depends on every token it can see through its blocks.
+"""A model made of arithmetic, with a real paged cache: what it says depends on every token it sees through its blocks.
 
 If the scheduler ever shares a wrong block, loses one, or computes a token twice at the wrong place, the toy says
 something else than `expected` does. It keeps its own rows, as the real runner does.

@@ -63,7 +63,9 @@ class SamplingParams:
         if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
             raise InvalidRequest(f"top_p must be greater than 0 and at most 1, got {self.top_p}", param="top_p")
         if self.top_k < -1:
-            raise InvalidRequest(f"top_k must be at least 1, or 0 or -1 for all tokens, got {self.top_k}", param="top_k")
+            raise InvalidRequest(
+                f"top_k must be at least 1, or 0 or -1 for all tokens, got {self.top_k}", param="top_k"
+            )
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)

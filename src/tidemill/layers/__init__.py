@@ -1,1 +1,1 @@
-"""The parts models are made of: linear, embedding, norm, rope, attention. Each declares the checkpoint tensors it holds."""
+"""The parts models are made of: linear, norm, rope, attention. Each declares the checkpoint tensors it holds."""

@@ -96,8 +96,11 @@ class LlamaModel:
         self.rope = Rope(config.rope, max_len, place.device)
 
     def parameters(self) -> Iterator[Parameter]:
-        for part in (self.embedding, *self.layers, self.norm, self.head):
-            yield from part.parameters()
+        yield from self.embedding.parameters()
+        for layer in self.layers:
+            yield from layer.parameters()
+        yield from self.norm.parameters()
+        yield from self.head.parameters()
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, attention: PagedAttention

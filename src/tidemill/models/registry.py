@@ -21,12 +21,16 @@ NATIVE: dict[str, str] = {
 def architecture_of(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or []
     if not names:
-        raise BadCheckpoint("config.json names no architecture", fix='add "architectures": ["LlamaForCausalLM"] or such')
+        raise BadCheckpoint(
+            "config.json names no architecture", fix='add "architectures": ["LlamaForCausalLM"] or such'
+        )
     for name in names:
         if name in NATIVE:
             return str(name)
     raise UnsupportedModel(
-        f"architecture {names[0]} is not supported", cause=f"supported are {', '.join(NATIVE)}", fix="tidemill models list"
+        f"architecture {names[0]} is not supported",
+        cause=f"supported are {', '.join(NATIVE)}",
+        fix="tidemill models list",
     )
 
 

@@ -5,6 +5,8 @@ Works on any device and dtype. Knows tensors only, nothing of models, requests o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -28,7 +30,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat(parts, dim=-1)
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
@@ -46,7 +48,7 @@ def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 def write_kv(
     keys: torch.Tensor, values: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Store keys and values [tokens, kv_heads, head_dim] at flat slots of a cache [blocks, block_size, kv_heads, dim]."""
+    """Store keys and values [tokens, kv_heads, dim] at flat slots of a cache [blocks, block_size, kv_heads, dim]."""
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, keys)
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, values)
 

@@ -25,14 +25,11 @@ from tidemill.weights.location import ModelFiles
 def build_runner(config: EngineConfig, on_progress: Callable[[str, int, int], None] | None = None) -> Runner:
     torch.set_num_threads(config.threads)
     place = Placement(getattr(torch, config.dtype), torch.device(config.device))
-    kind = "gguf" if config.model_kind == "gguf" else "folder"
-    checkpoint = open_checkpoint(ModelFiles(kind, Path(config.model_path), config.model_origin, None))
+    checkpoint = open_checkpoint(ModelFiles(config.model_kind, Path(config.model_path), config.model_origin))
     shape = decoder_config(checkpoint.config)
     model = model_class(shape.architecture)(shape, config.max_model_len, place)
     load_weights(model, checkpoint, on_progress)
-    cache = KVCache(
-        shape.num_layers, config.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim, place
-    )
+    cache = KVCache(shape.num_layers, config.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim, place)
     attention = PagedAttention(cache.layers, shape.windows, shape.head_dim**-0.5)
     rows = Rows(config.max_num_seqs, config.max_model_len, config.block_size)
     runner = Runner(model, cache, rows, attention, place.device)

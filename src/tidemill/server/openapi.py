@@ -12,9 +12,10 @@ from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.staticfiles import StaticFiles
+from starlette.responses import FileResponse
 from swagger_ui_bundle import swagger_ui_path
 
+from tidemill.errors import NotFound
 from tidemill.server.problems import ErrorResponse
 from tidemill.server.schemas_chat import ChatCompletionChunk, ChatCompletionRequest
 from tidemill.server.schemas_completion import CompletionChunk, CompletionRequest
@@ -50,6 +51,7 @@ PAGE = """<!doctype html>
 <body><div id="swagger-ui"></div>
 <script src="docs/swagger-ui-bundle.js"></script><script src="docs/start.js"></script></body></html>
 """
+ASSETS = ("swagger-ui.css", "swagger-ui-bundle.js", "favicon-32x32.png")
 # Relative, so that the page works behind any prefix a proxy adds.
 START = 'SwaggerUIBundle({url: "openapi.json", dom_id: "#swagger-ui", deepLinking: true});\n'
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
@@ -95,7 +97,11 @@ def install(app: FastAPI, settings: ServerSettings) -> None:
     async def start() -> Response:
         return Response(START, media_type="text/javascript")
 
-    app.mount("/docs", StaticFiles(directory=swagger_ui_path))
+    @app.get("/docs/{name}", include_in_schema=False)
+    async def asset(name: str) -> Response:
+        if name not in ASSETS:
+            raise NotFound(f"the documentation has no file {name!r}")
+        return FileResponse(swagger_ui_path / name)
 
 
 def _describe(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tidemill.core.params import MAX_LOGPROBS
 from tidemill.server.schemas_common import (
@@ -14,9 +14,13 @@ from tidemill.server.schemas_common import (
     RequestBody,
     Usage,
     documented,
+    whole,
     without_null,
 )
 
+# Checked here rather than by SamplingParams, which knows these two fields by other names.
+AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(whole)]
+TopCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -67,11 +71,11 @@ class ChatCompletionRequest(GenerationFields):
 
     messages: list[Message] = Field(json_schema_extra={"minItems": 1})
     max_tokens: Integer | None = documented("Older name of max_completion_tokens.", minimum=1)
-    max_completion_tokens: Integer | None = Field(
-        default=None, ge=1, description="The most tokens to write; to the end of the context if left out."
+    max_completion_tokens: AtLeastOne | None = Field(
+        default=None, description="The most tokens to write; to the end of the context if left out."
     )
     logprobs: bool | None = None
-    top_logprobs: Integer | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: TopCount | None = None
     add_generation_prompt: bool | None = Field(default=None, description="Start a new assistant turn (the default).")
     continue_final_message: bool | None = Field(default=None, description="Write on where the last message ends.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extra values for the chat template.")

@@ -13,14 +13,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from tidemill.core.params import MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_STOP_STRINGS
 
 
-def _whole(value: object) -> object:
+def whole(value: object) -> object:
     """JSON has one kind of number, so 16.0 is an integer too; some clients have no other way to write it."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
-Integer = Annotated[int, BeforeValidator(_whole)]
-Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), BeforeValidator(_whole)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_whole)]
+Integer = Annotated[int, BeforeValidator(whole)]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), BeforeValidator(whole)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(whole)]
 Text = Annotated[str, Field(json_schema_extra={"minLength": 1})]
 Bias = Annotated[float, Field(json_schema_extra={"minimum": -100, "maximum": 100})]
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]

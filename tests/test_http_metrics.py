@@ -17,7 +17,12 @@ HISTOGRAMS = [
     "vllm:request_params_max_tokens",
     "vllm:request_params_n",
 ]
-GAUGES = ["vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"]
+GAUGES = [
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+]
 COUNTERS = [
     "vllm:prefix_cache_queries",
     "vllm:prefix_cache_hits",

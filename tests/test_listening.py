@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.server import run_tidemill, start_server, wait_for
 
-SMALL = ("smollm2", "--max-model-len", "256", "--max-num-seqs", "2")
+SMALL = ("smollm2", "--max-model-len", "64", "--max-num-seqs", "2")
 BODY = {"prompt": "Hello", "max_tokens": 2}
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl runs the line")

@@ -126,7 +126,7 @@ def start_server(
     program: list[str] | None = None,
     on_spawn: Callable[[Server], None] | None = None,
 ) -> Iterator[Server]:
-    """`tidemill serve ARGS`, on any free port; ready when the report with the address is printed. `on_spawn` does not wait."""
+    """`tidemill serve ARGS`, on a free port unless one is given; ready when its address is printed."""
     with tempfile.NamedTemporaryFile(prefix="tidemill-serve-", suffix=".log") as log:
         server = spawn((*args, "--port", str(port)), log.file, Path(log.name), env, cwd, program)
         try:

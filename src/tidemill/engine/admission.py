@@ -42,7 +42,8 @@ def admit(request: GenerateRequest, config: EngineConfig, tokenizer: Encoder) ->
     for index in range(params.n):
         own = params
         if params.n > 1:
-            seed = None if params.seed is None else params.seed + index
+            # The last 64 bits count, so the seeds of later choices wrap around rather than leave the range.
+            seed = None if params.seed is None else (params.seed + index) % 2**64
             own = replace(params, n=1, seed=seed, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
         name = f"{request.id}-{index}"
         sequences.append(Add(name, prompt_ids, own, bad_words_ids, request.priority, request.cache_salt))

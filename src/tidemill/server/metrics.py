@@ -161,7 +161,19 @@ class EngineCollector:
             for model in self._host.models:
                 counter.add_metric([model.names[0]], getattr(model.client.stats, attribute))
             yield counter
+        yield self._cache_config()
         yield self._inter_token_latency_under_its_old_name()
+
+    def _cache_config(self) -> Metric:
+        labels = ["model_name", "block_size", "num_gpu_blocks", "enable_prefix_caching"]
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "How the KV cache is set up (blocks on any device).", labels=labels
+        )
+        for model in self._host.models:
+            config = model.client.config
+            values = (config.block_size, config.num_blocks, config.enable_prefix_caching)
+            info.add_metric([model.names[0], *map(str, values)], 1)
+        return info
 
     def _inter_token_latency_under_its_old_name(self) -> Metric:
         """Copied at scrape time rather than observed twice per token."""

@@ -263,3 +263,15 @@ def test_a_block_half_computed_when_its_request_leaves_is_not_found():
     ask(core, "next", list(range(18)), 5)
     assert run(core)["next"] == expected(list(range(18)), 5)
     assert core.stats.prefix_hits == 4
+
+
+def test_aborted_while_waiting_leaves_nothing_behind():
+    core = make_core(num_blocks=20, max_num_seqs=1)
+    ask(core, "runs", [1], 50)
+    core.step()
+    for index in range(100):
+        ask(core, str(index), [2], 5)
+    core.abort([str(index) for index in range(1, 100)])
+    assert core.scheduler.num_waiting == 1 and len(core.scheduler._waiting) == 1
+    assert set(core.scheduler.requests) == {"runs", "0"}
+    run(core)

@@ -216,6 +216,31 @@ def test_what_does_not_finish_in_time_is_ended_with_an_error():
         assert "Traceback" not in server.output
 
 
+def test_an_engine_that_dies_while_the_server_drains_is_not_started_again():
+    with start_server(*SMALL, "--shutdown-timeout", "600") as server:
+        with streaming(server.url, **LONG) as events:
+            next(events)
+            server.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: server.health() == 503, 10, "/health to be 503")
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            assert json.loads(list(events)[-1])["error"]["code"] == "engine_dead"
+        assert wait_exit(server) == 0
+        assert server.output.count("the engine was restarted") == 0
+        assert "Traceback" not in server.output
+
+
+def test_a_signal_while_the_engine_restarts_stops_at_once():
+    with start_server(*SMALL) as server:
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        wait_for(lambda: server.health() == 503, 10, "the death to be noticed")
+        wait_for(lambda: len(server.children()) == 1, 10, "the next engine process")
+        engine = server.engine_pid()
+        server.process.send_signal(signal.SIGTERM)
+        assert wait_exit(server) == 0
+        wait_for(lambda: not is_alive(engine), 30, "the engine to follow its server")
+        assert "Traceback" not in server.output
+
+
 @pytest.mark.parametrize("stalled", [False, True], ids=["engine-well", "engine-stalled"])
 def test_a_second_signal_stops_at_once(stalled):
     with start_server(*SMALL, "--shutdown-timeout", "600") as server:

@@ -45,6 +45,15 @@ def test_chat_renders_the_template(llm):
     assert output.outputs[0].text
 
 
+def test_content_parts_are_joined_and_other_kinds_refused(llm):
+    parts = [{"type": "text", "text": "Say"}, {"type": "text", "text": "hello."}]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    (output,) = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
+    assert "Say\nhello." in output.prompt
+    with pytest.raises(InvalidRequest, match="image_url"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], params, use_tqdm=False)
+
+
 def test_n_choices_differ_and_seeds_repeat(llm):
     first = say(llm, n=3, temperature=1.0, seed=11, max_tokens=12)
     again = say(llm, n=3, temperature=1.0, seed=11, max_tokens=12)
@@ -135,6 +144,14 @@ def test_prefix_hits_are_reported(llm):
         ({"logit_bias": {5: 1000}}, "logit_bias"),
         ({"logprobs": 100}, "logprobs"),
         ({"seed": 2**70}, "seed"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"n": True}, "n"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"bad_words": ["x"] * 300}, "bad_words"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
     ],
 )
@@ -167,6 +184,18 @@ def test_lengths_up_to_the_very_end_of_the_context(llm):
     assert len(say(llm, [5] * 500, max_tokens=None, ignore_eos=True).outputs[0].token_ids) == 12
     with pytest.raises(ContextTooLong):
         say(llm, [5] * 512, max_tokens=1)
+
+
+def test_constraints_that_leave_no_token_end_the_request_by_name(llm):
+    with pytest.raises(InvalidRequest, match=r"allowed_token_ids.*leave no token"):
+        say(llm, allowed_token_ids=[llm.config.eos_ids[0]], min_tokens=3)
+    assert "Paris" in say(llm).outputs[0].text
+
+
+def test_null_lists_mean_none_and_numpy_prompts_are_ids(llm):
+    numpy = pytest.importorskip("numpy")
+    ids = numpy.array(llm.tokenizer.encode("The capital of France is"))
+    assert "Paris" in say(llm, ids, bad_words=None, stop_token_ids=None, stop=None).outputs[0].text
 
 
 def test_unknown_setting_lists_the_known_ones():

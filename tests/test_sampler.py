@@ -18,7 +18,7 @@ VOCABULARY = 40
 
 
 def draw(params, tokens=(1, 2, 3), num_prompt=3, seed=0, **more) -> Draw:
-    defaults = {"stop_ids": [], "bad_words_ids": []}
+    defaults = {"stop_ids": []}
     return Draw(params, np.array(tokens, dtype=np.int64), num_prompt, seed, **{**defaults, **more})
 
 
@@ -116,11 +116,11 @@ def test_allowed_token_ids_and_logit_bias():
 def test_bad_words_forbid_the_last_token_only_after_the_first_ones():
     flat = torch.zeros(1, VOCABULARY)
     after = {"tokens": (1, 8), "num_prompt": 1}
-    assert 9 not in drawn(SamplingParams(), flat, 2000, bad_words_ids=[[8, 9]], **after)
-    assert 9 in drawn(SamplingParams(), flat, 2000, bad_words_ids=[[7, 9]], **after)
-    assert 9 not in drawn(SamplingParams(), flat, 2000, bad_words_ids=[[9]])
+    assert 9 not in drawn(SamplingParams(), flat, 2000, bad_sequences=[[8, 9]], **after)
+    assert 9 in drawn(SamplingParams(), flat, 2000, bad_sequences=[[7, 9]], **after)
+    assert 9 not in drawn(SamplingParams(), flat, 2000, banned_ids=[9])
     # The prompt does not count as the beginning of a bad word.
-    assert 9 in drawn(SamplingParams(), flat, 2000, bad_words_ids=[[8, 9]], tokens=(1, 8), num_prompt=2)
+    assert 9 in drawn(SamplingParams(), flat, 2000, bad_sequences=[[8, 9]], tokens=(1, 8), num_prompt=2)
 
 
 def test_min_tokens_forbid_stop_tokens_until_then():
@@ -150,6 +150,25 @@ def test_penalties_follow_their_definitions():
     for token in range(VOCABULARY):
         want = raw[token] - 0.5 * counts[token] - 0.25 * (counts[token] > 0)
         assert torch.isclose(scores[token], want)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-9, 1e-30])
+def test_a_temperature_close_to_zero_is_greedy(temperature):
+    scores = logits(rows=3) * 10
+    best = scores.argmax(-1).tolist()
+    assert sample(scores, [draw(SamplingParams(temperature=temperature))] * 3).tolist() == best
+
+
+def test_low_temperatures_still_draw_the_best():
+    scores = logits(4) * 10
+    assert set(drawn(SamplingParams(temperature=2e-5), scores)) == {int(scores.argmax())}
+
+
+def test_constraints_that_leave_no_token_are_told():
+    params = SamplingParams(allowed_token_ids=[5], min_tokens=2)
+    draws = [draw(params, stop_ids=[5]), draw(SamplingParams(temperature=0))]
+    assert sample(logits(rows=2), draws).tolist()[0] == -1
+    assert sample(logits(), [draw(SamplingParams(allowed_token_ids=[5]), banned_ids=[5])]).tolist() == [-1]
 
 
 def test_logprobs_ranks_and_alternatives():

@@ -116,6 +116,17 @@ def test_an_engine_that_dies_while_it_loads(tmp_path):
     assert "SIGKILL" in cause and "memory runs out" in cause
 
 
+def test_the_last_words_of_an_engine_are_kept_however_long(tmp_path):
+    stub = tmp_path / "torch"
+    stub.mkdir()
+    (stub / "__init__.py").write_text(
+        "import os, sys; sys.stderr.write('x' * 300_000 + ' the last words'); sys.stderr.flush(); os._exit(3)"
+    )
+    _, cause, _ = refused("smollm2", env={"PYTHONPATH": str(tmp_path)})
+    assert "code 3" in cause and cause.endswith("the last words")
+    assert len(cause) < 1000
+
+
 def test_the_engine_imports_nothing_from_the_folder_it_is_started_in(tmp_path):
     """A folder of someone's checkpoints may hold a torch.py; it is no part of the engine."""
     (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')")

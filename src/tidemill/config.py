@@ -25,6 +25,8 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 DEFAULT_BLOCK_SIZE = 16
 MIN_BLOCKS = 2
 DEFAULT_CACHE_BYTES = 4 * GIB
+GATHERED_TOKENS = 32768
+"""Most tokens of keys and values that attention copies together out of the cache, see `layers/attention.py`."""
 RUNTIME_BYTES = 400 * 2**20
 """What Python, torch and its thread pools hold before any model: measured 300 to 400 MB."""
 
@@ -46,8 +48,8 @@ class EngineArgs:
     model: str = "smollm2"
     revision: str | None = None
     tokenizer: str | None = None
+    tokenizer_revision: str | None = None
     chat_template: str | None = None
-    trust_remote_code: bool = False
     dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -123,19 +125,24 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     block_size = _positive("block_size", args.block_size, DEFAULT_BLOCK_SIZE, why, "default")
     max_num_seqs = _positive("max_num_seqs", args.max_num_seqs, 64, why, "default on a CPU")
     threads = _positive("threads", args.threads, hardware.cores, why, hardware.cores_why)
-    wanted_len = _positive("max_model_len", args.max_model_len, shape.max_position, why, "the model's own limit")
+    reason = "the model's own limit"
+    if shape.longest_context > shape.max_position:
+        reason += f"; its rope scaling allows up to {shape.longest_context:,} with --max-model-len"
+    wanted_len = _positive("max_model_len", args.max_model_len, shape.max_position, why, reason)
     if wanted_len < 2:
         raise ConfigError(
             f"max_model_len is {wanted_len}, it must be at least 2: one prompt token and one new one",
             param="max_model_len",
             fix="leave --max-model-len out for the longest that fits",
         )
-    _check_length(args, shape, wanted_len)
+    _check_length(shape, wanted_len)
     _check_rest(args)
     chunked = True if args.enable_chunked_prefill is None else args.enable_chunked_prefill
     batched = _batched_tokens(args, chunked, wanted_len, max_num_seqs, why)
     weight_bytes = facts.num_parameters * DTYPE_BYTES[dtype]
-    activation_bytes = activations(shape, batched, max_num_seqs)
+    # A context nobody asked for is shortened when it does not fit, so it must not count in full here.
+    planned_len = wanted_len if args.max_model_len is not None else min(wanted_len, GATHERED_TOKENS)
+    activation_bytes = activations(shape, batched, max_num_seqs, planned_len, DTYPE_BYTES[dtype])
     per_block = shape.kv_bytes_per_token(DTYPE_BYTES[dtype]) * block_size
     room = _room(args, hardware, weight_bytes + activation_bytes)
     num_blocks = _num_blocks(args, room, per_block, block_size, wanted_len, max_num_seqs, why)
@@ -166,10 +173,16 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     )
 
 
-def activations(shape: DecoderConfig, tokens: int, rows: int) -> int:
-    """Peak of a step beside weights and cache: the widest layer's tensors for every token, and the rows' logits."""
-    width = max(2 * shape.intermediate_size + shape.intermediate_size, 4 * shape.num_heads * shape.head_dim)
-    return 4 * (tokens * (3 * shape.hidden_size + width) + 4 * min(rows, tokens) * shape.vocab_size)
+def activations(shape: DecoderConfig, tokens: int, rows: int, length: int, element_size: int) -> int:
+    """Peak of a step beside weights and cache: the widest layer's tensors for every token, the rows' logits, and what
+    attention gathers: one group's keys and values, and a chunk's mask over the whole context."""
+    width = max(3 * shape.intermediate_size, 4 * shape.num_heads * shape.head_dim)
+    layer = element_size * tokens * (3 * shape.hidden_size + width)
+    logits = 4 * 4 * min(rows, tokens) * shape.vocab_size
+    gathered = max(length, min(GATHERED_TOKENS, rows * length))
+    keys_values = 2 * element_size * gathered * shape.num_kv_heads * shape.head_dim
+    masks = (element_size + 1) * tokens * length * len(set(shape.windows))
+    return layer + logits + keys_values + masks
 
 
 def _device(args: EngineArgs, why: dict[str, str]) -> str:
@@ -212,13 +225,13 @@ def _positive(name: str, given: int | None, default: int, why: dict[str, str], r
     return value
 
 
-def _check_length(args: EngineArgs, shape: DecoderConfig, wanted: int) -> None:
-    if args.max_model_len is not None and wanted > shape.max_position and shape.rope.kind != "dynamic":
+def _check_length(shape: DecoderConfig, wanted: int) -> None:
+    if wanted > shape.longest_context:
         raise ConfigError(
-            f"max_model_len {wanted} is more than the {shape.max_position} positions the model was made for",
+            f"max_model_len {wanted} is more than the {shape.longest_context} positions the model was made for",
             param="max_model_len",
             cause="its config says max_position_embeddings; beyond it the answers turn to noise",
-            fix=f"--max-model-len {shape.max_position}",
+            fix=f"--max-model-len {shape.longest_context}",
         )
 
 

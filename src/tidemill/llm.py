@@ -19,6 +19,8 @@ from tidemill.engine.messages import Delta, GenerateRequest, SequenceOutput
 from tidemill.engine.output import Choice
 from tidemill.engine.prepare import prepare
 from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.progress import ProgressReporter
+from tidemill.text.chat import plain_message
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -61,10 +63,13 @@ class LLM:
         except TypeError as error:
             known = ", ".join(EngineArgs.__dataclass_fields__)
             raise InvalidRequest(f"LLM: {error}; known settings are {known}") from None
-        prepared = prepare(args)
+        if "max_waiting" in settings:
+            raise InvalidRequest("max_waiting bounds a server's queue; LLM takes any number of prompts at once")
+        with ProgressReporter() as progress:
+            prepared = prepare(args, progress)
+            self._core = build_core(prepared.config, progress)
         self.config, self.tokenizer, self.chat_template = prepared.config, prepared.tokenizer, prepared.chat_template
         self.default_sampling = prepared.default_sampling
-        self._core = build_core(self.config)
         self._ids = itertools.count()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -75,13 +80,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue prompts (texts, token id lists, or dicts with `prompt` or `prompt_token_ids`), in their order."""
+        """Continue prompts (texts, token id lists, or dicts with `prompt` or `prompt_token_ids`), in their order.
+
+        `priority` (lower is earlier) needs `LLM(..., scheduling_policy="priority")`.
+        """
         many = _as_list(prompts)
-        return self._run(
-            [self._tokenized(prompt) for prompt in many], self._params_for(many, sampling_params), use_tqdm
-        )
+        if priority is not None and len(priority) != len(many):
+            raise InvalidRequest(f"{len(priority)} priorities for {len(many)} prompts", param="priority")
+        params = self._params_for(many, sampling_params)
+        return self._run([self._tokenized(prompt) for prompt in many], params, use_tqdm, priority)
 
     def chat(
         self,
@@ -101,7 +111,7 @@ class LLM:
         prompts: list[tuple[str | None, list[int]]] = []
         for conversation in conversations:
             text = self.chat_template.render(
-                list(conversation),
+                [plain_message(message) for message in conversation],
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **dict(chat_template_kwargs or {}),
@@ -150,18 +160,23 @@ class LLM:
         return list(given)
 
     def _run(
-        self, prompts: list[tuple[str | None, list[int]]], params: list[SamplingParams], use_tqdm: bool
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         results: list[RequestOutput] = []
         choices: dict[str, tuple[Choice, RequestOutput]] = {}
         sequences = []
-        for (text, ids), own in zip(prompts, params, strict=True):
+        for index, ((text, ids), own) in enumerate(zip(prompts, params, strict=True)):
             request_id = str(next(self._ids))
-            adds = admit(GenerateRequest(request_id, ids, own), self.config, self.tokenizer)
+            request = GenerateRequest(request_id, ids, own, priority=priority[index] if priority else 0)
+            adds = admit(request, self.config, self.tokenizer)
             result = RequestOutput(request_id, text, adds[0].prompt_ids, [CompletionOutput(i) for i in range(own.n)])
             results.append(result)
-            for index, add in enumerate(adds):
-                choices[add.id] = (Choice(index, add.prompt_ids, add.params, self.tokenizer), result)
+            for number, add in enumerate(adds):
+                choices[add.id] = (Choice(number, add.prompt_ids, add.params, self.tokenizer), result)
             sequences.extend(adds)
         for add in sequences:
             self._core.add(add)
@@ -225,6 +240,7 @@ class _ProgressBar:
     """Prompts done and tokens a second, on the terminal."""
 
     def __init__(self, total: int) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._progress = Progress(
@@ -233,6 +249,7 @@ class _ProgressBar:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[rate]}"),
+            console=Console(stderr=True),
         )
         self._progress.start()
         self._task = self._progress.add_task("generating", total=total, rate="")
@@ -255,6 +272,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single text, a single list of ids and a single dict are one prompt; any other sequence is many."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if len(prompts) and not isinstance(prompts[0], str | Sequence | Mapping):
+        # Numbers, also numpy's: one prompt of token ids.
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

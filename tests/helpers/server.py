@@ -84,8 +84,11 @@ def cpu_ticks(pid: int) -> int:
     return int(state[11]) + int(state[12])
 
 
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def private_bytes(pid: int) -> int:
+    """What a process holds for itself: neither mapped files nor the KV cache, which fills up to its fixed size."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    assert found, "the kernel does not tell RssAnon"
+    return int(found[1]) * 1024
 
 
 def stat_of(pid: int) -> list[str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tidemill.cli.progress import ProgressReporter
+from tidemill.progress import ProgressReporter
 
 EXAMPLES = """\b
 Examples:

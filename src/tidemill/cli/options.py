@@ -59,8 +59,8 @@ def engine_options(function: Callable[..., Any]) -> Callable[..., Any]:
     options = [
         click.option("--revision", help="Branch, tag or commit of a hub model."),
         click.option("--tokenizer", metavar="PATH|ID", help="Take the tokenizer from here instead."),
+        click.option("--tokenizer-revision", help="Branch, tag or commit of that tokenizer on the hub."),
         click.option("--chat-template", metavar="PATH|TEXT", help="Jinja chat template, in place of the model's."),
-        click.option("--trust-remote-code", is_flag=True, help="Let a hub model's own tokenizer code run."),
         click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16."),
         click.option("--device", default="auto", show_default=True, help="auto or cpu."),
         click.option("--max-model-len", type=HumanInt(), help="Context length: prompt and answer together."),
@@ -72,8 +72,6 @@ def engine_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--num-gpu-blocks-override", type=HumanInt(), help="Number of KV blocks, for testing."),
         click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=None, help="On by default."),
         click.option("--enable-chunked-prefill/--no-enable-chunked-prefill", default=None, help="On by default."),
-        click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True),
-        click.option("--max-waiting", type=HumanInt(), help="Sequences that may wait; more are answered 429."),
         click.option("--seed", type=int, default=0, show_default=True, help="Seed of requests that bring none."),
         click.option("--threads", type=int, help="CPU threads; by default the cores this process may use."),
     ]

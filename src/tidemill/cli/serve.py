@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -79,6 +80,14 @@ Examples:
     help="Seconds until /health is 503.",
 )
 @click.option("--tensor-parallel-size", "-tp", type=int, default=1, show_default=True, help="Only 1 in this version.")
+@click.option(
+    "--scheduling-policy",
+    type=click.Choice(["fcfs", "priority"]),
+    default="fcfs",
+    show_default=True,
+    help="priority: a request's priority counts, lower first.",
+)
+@click.option("--max-waiting", type=HumanInt(), help="Sequences that may wait; more are answered 429.")
 @engine_options
 def command(model: str | None, model_flag: str | None, **options: Any) -> None:
     from tidemill.config import log_level
@@ -144,7 +153,7 @@ async def _serve(model: str, options: dict[str, Any]) -> int:
         )
         app = create_app(Host([served]), settings)
         report = startup_report(prepared, served.names, ready, listen.url(bound), key_variable=key_variable)
-        problem = await serve(app, bound, listen, lambda: print(report, flush=True))
+        problem = await serve(app, bound, listen, lambda: _show(report))
     finally:
         release(listen)
     if problem is not None:
@@ -157,9 +166,9 @@ async def _start(
     args: EngineArgs, stall_timeout: float, clean_up: Callable[[], None]
 ) -> tuple[Prepared, EngineClient, Ready]:
     """Everything slow, with its progress shown. A signal ends it at once."""
-    from tidemill.cli.progress import ProgressReporter
     from tidemill.engine.client import EngineClient
     from tidemill.engine.prepare import prepare
+    from tidemill.progress import ProgressReporter
 
     with ProgressReporter() as progress:
 
@@ -176,6 +185,12 @@ async def _start(
         prepared = await asyncio.to_thread(prepare, args, progress)
         client = EngineClient(prepared.config, prepared.tokenizer, stall_timeout=stall_timeout, on_progress=progress)
         return prepared, client, await client.start()
+
+
+def _show(report: str) -> None:
+    # A full disk or a closed pipe behind stdout is no reason not to serve.
+    with suppress(OSError):
+        print(report, flush=True)
 
 
 def _api_keys(given: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:

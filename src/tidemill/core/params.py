@@ -16,6 +16,13 @@ MAX_STOP_STRINGS = 16
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
+MAX_BAD_WORDS = 256
+GREEDY_BELOW = 1e-5
+"""Temperatures below this choose the best token: dividing by them would leave nothing to compare."""
+
+_INTEGERS = ("n", "top_k", "min_tokens")
+_OPTIONAL_INTEGERS = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +55,34 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", [self.stop])
-        elif self.stop is None:
-            object.__setattr__(self, "stop", [])
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, [])
+        self._check_types()
         self.validate()
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
+
+    def _check_types(self) -> None:
+        """Python callers can pass anything; a float that counts tokens would surface deep inside a step."""
+        for name in (*_INTEGERS, *_OPTIONAL_INTEGERS):
+            value = getattr(self, name)
+            if type(value) is not int and not (value is None and name in _OPTIONAL_INTEGERS):
+                raise InvalidRequest(f"{name} must be an integer, got {value!r}", param=name)
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) not in (int, float):
+                raise InvalidRequest(f"{name} must be a number, got {value!r}", param=name)
+        for name, kind in (("stop", str), ("bad_words", str), ("stop_token_ids", int), ("allowed_token_ids", int)):
+            if any(type(item) is not kind for item in getattr(self, name) or ()):
+                raise InvalidRequest(f"{name} must hold only {kind.__name__} values", param=name)
+        for token, bias in (self.logit_bias or {}).items():
+            if type(token) is not int or type(bias) not in (int, float):
+                raise InvalidRequest(
+                    f"logit_bias maps token ids to numbers, got {token!r}: {bias!r}", param="logit_bias"
+                )
 
     def validate(self) -> None:
         """Raises InvalidRequest naming the first field that is out of range."""
@@ -79,6 +107,10 @@ class SamplingParams:
             raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop")
         if any(not text for text in self.stop):
             raise InvalidRequest("stop strings must not be empty", param="stop")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(
+                f"bad_words takes at most {MAX_BAD_WORDS} texts, got {len(self.bad_words)}", param="bad_words"
+            )
         if any(not text for text in self.bad_words):
             raise InvalidRequest("bad_words must not contain an empty string", param="bad_words")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

@@ -70,7 +70,8 @@ class Request:
         A cryptographic hash: a crafted prompt must not be able to collide with somebody else's prefix.
         """
         for index in range(len(self.block_hashes), len(self.tokens) // block_size):
-            parent = self.block_hashes[-1] if self.block_hashes else self.cache_key
+            # A digest has 16 bytes and a key never does, so no chain can pass for another's beginning.
+            parent = self.block_hashes[-1] if self.block_hashes else self.cache_key + b"\0root"
             tokens = array("q", self.tokens[index * block_size : (index + 1) * block_size])
             self.block_hashes.append(hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest())
 

@@ -51,14 +51,13 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
         self._waiting: list[tuple[tuple[int, int], Request]] = []
-        self._num_waiting = 0
         self._free_rows = list(range(config.max_num_seqs))[::-1]
         self._in_flight: deque[tuple[Step, list[Request]]] = deque()
         self._arrivals = self._steps = 0
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return len(self._waiting)
 
     @property
     def num_in_flight(self) -> int:
@@ -66,7 +65,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self._num_waiting)
+        return bool(self.running or self._waiting)
 
     def add(self, request: Request) -> None:
         request.arrival = self._arrivals
@@ -108,7 +107,7 @@ class Scheduler:
             index += 1
 
         while not preempted and budget > 0 and self._free_rows:
-            head = self._head()
+            head = self._waiting[0][1] if self._waiting else None
             if head is None or head.num_pending:
                 break
             count = self._admit(head, budget)
@@ -222,7 +221,6 @@ class Scheduler:
         fresh = self.pool.allocate(self._blocks_for(num_cached + count) - len(cached))
         assert fresh is not None
         heapq.heappop(self._waiting)
-        self._num_waiting -= 1
         if self.config.enable_prefix_caching and request.num_preemptions == 0:
             self.prefix_queries += len(request.prompt_ids)
             self.prefix_hits += num_cached
@@ -257,19 +255,14 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         heapq.heappush(self._waiting, (request.order, request))
-        self._num_waiting += 1
-
-    def _head(self) -> Request | None:
-        while self._waiting and self._waiting[0][1].finish is not None:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
 
     def _retire(self, request: Request) -> None:
         if request.row >= 0:
             self.running.remove(request)
             self._release(request)
         else:
-            self._num_waiting -= 1
+            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
+            heapq.heapify(self._waiting)
         del self.requests[request.id]
 
     def _release(self, request: Request) -> None:

@@ -61,13 +61,21 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class SliceProblem:
+    """Why one request alone failed: through what it asked for, or through the model."""
+
+    message: str
+    by_request: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SliceResult:
-    """What one slice gave. `token` is None when it did not sample; `problem` says why this request alone failed."""
+    """What one slice gave. `token` is None when it did not sample."""
 
     token: int | None = None
     logprob: TokenLogprob | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
-    problem: str | None = None
+    problem: SliceProblem | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ checked in `core/params.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from tidemill.errors import ContextTooLong, InvalidRequest
 
 
 class Encoder(Protocol):
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]: ...
 
 
 def admit(request: GenerateRequest, config: EngineConfig, tokenizer: Encoder) -> list[Add]:
@@ -26,11 +26,11 @@ def admit(request: GenerateRequest, config: EngineConfig, tokenizer: Encoder) ->
     prompt_ids = _truncated(request.prompt_ids, params, config.max_model_len)
     if not prompt_ids:
         raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
+    _check_length(len(prompt_ids), params, config.max_model_len)
     _check_ids("prompt", prompt_ids, config.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), config.vocab_size)
     _check_ids("logit_bias", params.logit_bias or (), config.vocab_size)
-    _check_length(len(prompt_ids), params, config.max_model_len)
     if request.priority and config.scheduling_policy != "priority":
         raise InvalidRequest(
             "priority has no effect here: the server runs with the fcfs policy; start it with "
@@ -64,12 +64,15 @@ def _truncated(prompt_ids: list[int], params: SamplingParams, max_model_len: int
     return prompt_ids[-limit:]
 
 
-def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequest(
-                f"{field}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})", param=field
-            )
+def _check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
+    if not ids:
+        return
+    lowest, highest = min(ids), max(ids)
+    if lowest < 0 or highest >= vocab_size:
+        token = lowest if lowest < 0 else highest
+        raise InvalidRequest(
+            f"{field}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})", param=field
+        )
 
 
 def _check_length(num_prompt: int, params: SamplingParams, max_model_len: int) -> None:
@@ -95,10 +98,8 @@ def _check_length(num_prompt: int, params: SamplingParams, max_model_len: int) -
 
 def _bad_words(words: list[str], tokenizer: Encoder) -> list[list[int]]:
     """Each word as it is spelled at the start of a text and after a space, which are different tokens."""
-    spellings = []
-    for word in words:
-        for text in (word, " " + word.lstrip()):
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            if ids and ids not in spellings:
-                spellings.append(ids)
-    return spellings
+    if not words:
+        return []
+    texts = [text for word in words for text in (word, " " + word.lstrip())]
+    spellings = {tuple(ids) for ids in tokenizer.encode_batch(texts, add_special_tokens=False) if ids}
+    return [list(ids) for ids in sorted(spellings)]

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ RESTART_WINDOW = 600.0
 
 
 class TextCodec(Protocol):
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]: ...
     def decode(self, ids: Any, skip_special_tokens: bool = True) -> str: ...
 
 
@@ -93,6 +93,7 @@ class EngineClient:
         self._closing = self._draining = False
         self._counted = Stats()
         self._ping_sent: float | None = None
+        self._last_heard = time.monotonic()
         self._nonces = itertools.count()
         self._num_requests = 0
         self._restart: asyncio.Task[None] | None = None
@@ -129,7 +130,7 @@ class EngineClient:
         """Deltas of all choices as they come. Raises before the first one if the request cannot be taken."""
         self._check_open()
         sequences = admit(request, self.config, self.tokenizer)
-        self._check_room(len(sequences))
+        self.check_room(len(sequences))
         choices = {
             add.id: Choice(index, add.prompt_ids, add.params, self.tokenizer) for index, add in enumerate(sequences)
         }
@@ -139,6 +140,8 @@ class EngineClient:
             for add in sequences:
                 if add.id in self._streams:
                     raise TidemillError(f"request id {request.id} is in use")
+            if not self._streams:
+                self._last_heard = time.monotonic()
             for add in sequences:
                 self._streams[add.id] = stream
                 self._send(add)
@@ -162,12 +165,16 @@ class EngineClient:
         if self._draining:
             raise ShuttingDown("the server is shutting down")
         now = time.monotonic()
+        silent_since = self._ping_sent or now
+        if self._streams:
+            # With work to do it speaks after every step, so its silence tells even when nobody asked before.
+            silent_since = min(silent_since, self._last_heard)
         if self._ping_sent is None:
             self._ping_sent = now
             self._send(Ping(next(self._nonces)))
-        elif now - self._ping_sent > self.stall_timeout:
+        if now - silent_since > self.stall_timeout:
             raise EngineStalled(
-                f"the engine has not answered for {now - self._ping_sent:.0f} s",
+                f"the engine has not answered for {now - silent_since:.0f} s",
                 fix="look at the server's log; a step that long usually means the machine is overloaded or swapping",
             )
 
@@ -201,12 +208,13 @@ class EngineClient:
         if self._problem is not None:
             raise self._problem
 
-    def _check_room(self, count: int) -> None:
+    def check_room(self, count: int) -> None:
+        """Raises InvalidRequest if so many sequences can never be held at once, QueueFull if not now."""
         limit = self.config.max_num_seqs + self.config.max_waiting
         if count > limit:
             raise InvalidRequest(
-                f"n is {count}, but this server holds at most {limit} sequences, running and waiting; "
-                "use a smaller n, or serve with a larger --max-waiting",
+                f"the request makes {count} sequences (prompts times n), but this server holds at most {limit}, "
+                "running and waiting; send fewer at a time, or serve with a larger --max-waiting",
                 param="n",
             )
         if len(self._streams) + count > limit:
@@ -220,6 +228,7 @@ class EngineClient:
             self._link.send(message)
 
     def _on_message(self, message: Any) -> None:
+        self._last_heard = time.monotonic()
         if isinstance(message, Outputs):
             self._take_stats(message.stats)
             for output in message.outputs:
@@ -297,8 +306,8 @@ class EngineClient:
         try:
             await self.start()
             logger.warning("the engine was restarted")
-        except TidemillError as error:
-            self._on_death(_in_one_line(error))
+        except Exception as error:
+            self._on_death(_in_one_line(error) if isinstance(error, TidemillError) else f"{error!r}")
 
     def _give_up(self, cause: str) -> None:
         self._problem = EngineDead(

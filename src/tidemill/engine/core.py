@@ -17,7 +17,7 @@ from tidemill.core.request import Request
 from tidemill.core.scheduler import Progress, Scheduler, SchedulerConfig
 from tidemill.core.step import Step, StepResult, TokenLogprob
 from tidemill.engine.messages import Add, SequenceOutput, Stats
-from tidemill.errors import TidemillError
+from tidemill.errors import InvalidRequest, TidemillError
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class EngineCore:
                 bad_words_ids=message.bad_words_ids,
                 seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
                 priority=message.priority,
-                cache_key=self._cache_regime(len(message.prompt_ids)) + b"\0" + (message.cache_salt or "").encode(),
+                cache_key=repr((self._cache_regime(len(message.prompt_ids)), message.cache_salt)).encode(),
             )
         )
 
@@ -121,7 +121,8 @@ class EngineCore:
                 self._prompt_tokens += len(request.prompt_ids)
         problem = None
         if result.problem is not None:
-            problem = TidemillError("the model could not continue this request", cause=result.problem).as_dict()
+            kind = InvalidRequest if result.problem.by_request else TidemillError
+            problem = kind(result.problem.message).as_dict()
         output = SequenceOutput(
             id=request.id,
             token_ids=[] if result.token is None else [result.token],
@@ -147,10 +148,15 @@ class EngineCore:
         return unseen
 
     def _fail(self, error: Exception) -> list[SequenceOutput]:
+        if not self.scheduler.num_in_flight:
+            # Not a step but the scheduler itself: going on would only fail the same way again.
+            raise error
         logger.exception("a step failed; its requests end with this cause")
         problem = error if isinstance(error, TidemillError) else _step_failure(error)
         failed = [request for _ in range(self.scheduler.num_in_flight) for request in self.scheduler.fail_step()]
         self._handles.clear()
+        for request in failed:
+            self._num_scored.pop(request.id, None)
         return [SequenceOutput(request.id, [], "error", problem=problem.as_dict()) for request in failed]
 
 

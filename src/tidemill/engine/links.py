@@ -123,8 +123,7 @@ class ProcessLink:
             rest = rest[-STDERR_LINE_CHARS:]
             # The reader of our own stderr may be gone; the engine is not to block or die for that.
             with contextlib.suppress(OSError, ValueError):
-                sys.stderr.write(text)
-                sys.stderr.flush()
+                print(text, end="", file=sys.stderr, flush=True)
         self._stderr.append(rest)
 
     def _story(self, code: int) -> str:

@@ -15,6 +15,8 @@ from tidemill.engine.messages import Delta, SequenceOutput
 
 CONTEXT_TOKENS = 6
 """Prompt tokens decoded along with the first new ones: some tokenizers join or strip at the seam."""
+MAX_PENDING = 8
+MAX_WINDOW = 64
 UNFINISHED = "\ufffd"
 
 
@@ -37,10 +39,11 @@ class Detokenizer:
         for token in ids:
             self._ids.append(token)
             text = self._tokenizer.decode(self._ids, self._skip)
-            if text.endswith(UNFINISHED):
+            # A character has at most four bytes: more pending tokens than that are bytes that are no text at all.
+            if text.endswith(UNFINISHED) and len(self._ids) - self._emitted <= MAX_PENDING:
                 continue
             piece = text[len(self._known_text) :]
-            if not piece:
+            if not piece and len(self._ids) < MAX_WINDOW:
                 # A skipped special token: without text before it, the next word would lose its leading space.
                 continue
             pieces.append(piece)

@@ -12,13 +12,14 @@ from math import prod
 from typing import Any
 
 from tidemill.config import EngineArgs, EngineConfig, ModelFacts, resolve
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, UnsupportedModel
 from tidemill.hardware import Hardware, detect
 from tidemill.text.chat import ChatTemplate, load_chat_template
 from tidemill.text.tokenizer import Tokenizer, load_tokenizer
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.location import locate
 
+PACKED_DTYPES = frozenset(("I8", "U8", "I16", "U16", "I32", "U32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"))
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -34,8 +35,11 @@ class Prepared:
 def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | None = None) -> Prepared:
     files = locate(args.model, revision=args.revision, on_progress=on_progress)
     checkpoint = open_checkpoint(files)
+    _refuse_quantised(checkpoint)
     tokenizer = load_tokenizer(
-        files, tokenizer=args.tokenizer, revision=args.revision, trust_remote_code=args.trust_remote_code
+        files,
+        tokenizer=args.tokenizer,
+        revision=args.tokenizer_revision if args.tokenizer else args.revision,
     )
     hardware = detect()
     facts = ModelFacts(
@@ -58,6 +62,21 @@ def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | Non
     return Prepared(config, tokenizer, template, _sampling_defaults(checkpoint.generation_config), hardware)
 
 
+def _refuse_quantised(checkpoint: Checkpoint) -> None:
+    """Packed weights whose scales would be ignored load as noise, so they are refused by what they are."""
+    if checkpoint.files.kind != "folder":
+        return
+    found = [f"{info.name} is {info.dtype}" for info in checkpoint.tensors.values() if info.dtype in PACKED_DTYPES]
+    if method := (checkpoint.config.get("quantization_config") or {}).get("quant_method"):
+        found.insert(0, f"its quantization_config says {method}")
+    if found:
+        raise UnsupportedModel(
+            f"{checkpoint.files.origin} holds quantised weights, which this version reads from GGUF files only",
+            cause=found[0],
+            fix="serve the unquantised checkpoint, or a .gguf of the model",
+        )
+
+
 def _num_parameters(checkpoint: Checkpoint) -> int:
     names = checkpoint.tensors
     tied = bool(checkpoint.config.get("tie_word_embeddings"))
@@ -74,6 +93,8 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
 
 def _sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: generation_config[key] for key in SAMPLING_DEFAULTS if generation_config.get(key) is not None}
+    if generation_config.get("max_new_tokens") is not None:
+        found["max_tokens"] = generation_config["max_new_tokens"]
     if generation_config.get("do_sample") is False:
         found.pop("temperature", None)
     return found

@@ -55,13 +55,14 @@ class SocketInbox:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._parser = FrameParser()
+        # poll, not select: the descriptor inherited from a busy server may be past what select can name.
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN | select.POLLHUP)
 
     def take(self, block: bool) -> list[Any] | None:
         messages: list[Any] = []
         while True:
-            wait = None if block and not messages else 0
-            readable, _, _ = select.select([self._connection], [], [], wait)
-            if not readable:
+            if not self._poll.poll(None if block and not messages else 0):
                 return messages
             data = self._connection.recv(2**20)
             if not data:

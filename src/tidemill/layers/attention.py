@@ -15,7 +15,9 @@ import torch
 from tidemill.ops import reference
 
 MAX_PADDING = 1.5
-"""Decode sequences share one padded gather while the longest is at most this many times the shortest."""
+"""Decode sequences share one padded gather while the longest is at most this many times the shortest..."""
+MAX_GATHERED_TOKENS = 32768
+"""...and together they are no more tokens than this, which bounds the memory of a step."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,11 @@ def _similar_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:
     groups: list[tuple[int, int]] = []
     start = 0
     for index in range(1, len(lengths) + 1):
-        if index == len(lengths) or lengths[index] > MAX_PADDING * lengths[start] + 64:
+        if (
+            index == len(lengths)
+            or lengths[index] > MAX_PADDING * lengths[start] + 64
+            or lengths[index] * (index + 1 - start) > MAX_GATHERED_TOKENS
+        ):
             groups.append((start, index))
             start = index
     return groups

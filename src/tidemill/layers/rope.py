@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tidemill.errors import UnsupportedModel
-from tidemill.layers.rope_config import RopeConfig
+from tidemill.layers.rope_config import ROPE_PARAMETERS, RopeConfig
 from tidemill.ops import reference
 
 
@@ -21,7 +21,6 @@ class Rope:
     def __init__(self, config: RopeConfig, max_len: int, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.depends_on_length = config.kind in ("dynamic", "longrope")
         frequencies, self.scale = inverse_frequencies(config)
         self._table = self._cos_sin(frequencies.to(device), max_len)
         self._long_table = None
@@ -80,9 +79,7 @@ def inverse_frequencies(config: RopeConfig, long: bool = False) -> tuple[torch.T
         return _longrope(config, exponents, long)
     if kind == "gguf_factors":
         return plain / torch.tensor(parameters["factors"], dtype=torch.float32), 1.0
-    raise UnsupportedModel(
-        f"rope type {kind!r} is not supported", cause="known are default, linear, dynamic, llama3, yarn, longrope"
-    )
+    raise UnsupportedModel(f"rope type {kind!r} is not supported", cause=f"known are {', '.join(ROPE_PARAMETERS)}")
 
 
 def _llama3(plain: torch.Tensor, parameters: Any) -> torch.Tensor:

@@ -6,6 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
+    "gguf_factors": ("factors",),
+}
+"""Every kind of rotary scaling, and what its config must give."""
+
 
 @dataclass(frozen=True)
 class RopeConfig:

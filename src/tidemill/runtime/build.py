@@ -31,7 +31,7 @@ def build_runner(config: EngineConfig, on_progress: Callable[[str, int, int], No
     load_weights(model, checkpoint, on_progress)
     cache = KVCache(shape.num_layers, config.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim, place)
     attention = PagedAttention(cache.layers, shape.windows, shape.head_dim**-0.5)
-    rows = Rows(config.max_num_seqs, config.max_model_len, config.block_size)
+    rows = Rows(config.max_num_seqs, config.max_model_len, config.block_size, cache.padding_block)
     runner = Runner(model, cache, rows, attention, place.device)
     _warm_up(runner)
     return runner
@@ -41,7 +41,7 @@ def _warm_up(runner: Runner) -> None:
     """The first step creates thread pools and kernels; better here than in somebody's first token."""
     params = SamplingParams(max_tokens=1)
     runner.launch(Step(-1, [NewRow(0, [0], 1, params, 0, [], [])], [Slice(0, 0, 1, [0], True)])).result()
-    runner.cache.clear([0])
+    runner.cache.wipe(torch.tensor([0], device=runner.device))
 
 
 def resident_bytes() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
 
 import torch
 
@@ -12,12 +11,18 @@ from tidemill.layers.parameter import Placement
 
 
 class KVCache:
-    """Zeroed, because masked positions are multiplied by zero, which only finite numbers survive."""
+    """Blocks 0 to num_blocks - 1, and one more, `padding_block`, that is never written.
+
+    Masked positions are multiplied by zero, which only finite numbers survive, so whatever may be gathered must be
+    finite: memory starts as zeros, padding reads the padding block, and numbers that are not finite are wiped in the
+    step that wrote them.
+    """
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, place: Placement
     ) -> None:
-        shape = (num_blocks, block_size, kv_heads, head_dim)
+        self.padding_block = num_blocks
+        shape = (num_blocks + 1, block_size, kv_heads, head_dim)
 
         def zeros() -> torch.Tensor:
             if place.device.type != "cpu":
@@ -28,9 +33,7 @@ class KVCache:
 
         self.layers = [(zeros(), zeros()) for _ in range(num_layers)]
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Wipe blocks that hold numbers that are not finite, before they are recycled."""
-        index = torch.tensor(list(blocks), device=self.layers[0][0].device)
-        for keys, values in self.layers:
-            keys[index] = 0
-            values[index] = 0
+    def wipe(self, slots: torch.Tensor) -> None:
+        """Zero these flat positions in every layer."""
+        for cache in (tensor for layer in self.layers for tensor in layer):
+            cache.view(-1, *cache.shape[2:])[slots] = 0

@@ -20,7 +20,10 @@ class RowState:
     num_prompt: int
     seed: int
     stop_ids: list[int]
-    bad_words_ids: list[list[int]]
+    banned_ids: list[int]
+    """Bad words of one token: never allowed."""
+    bad_sequences: list[list[int]]
+    """Bad words of several tokens: the last one is not allowed after the others."""
     num_blocks: int = 0
     num_tokens: int = 0
 
@@ -36,17 +39,25 @@ class Gathered:
 
 
 class Rows:
-    def __init__(self, num_rows: int, max_len: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, num_rows: int, max_len: int, block_size: int, padding_block: int) -> None:
+        """`padding_block` fills the tables behind a row's own blocks; it is never written, so it is safe to read."""
+        self.block_size, self.padding_block = block_size, padding_block
         # Untouched pages of these cost no memory, however large max_len is.
         self.tokens = np.zeros((num_rows, max_len + 1), dtype=np.int64)
-        self.tables = np.zeros((num_rows, -(-max_len // block_size)), dtype=np.int32)
+        self.tables = np.full((num_rows, -(-max_len // block_size)), padding_block, dtype=np.int32)
         self.states: list[RowState | None] = [None] * num_rows
 
     def enter(self, new: NewRow) -> None:
         self.tokens[new.row, : len(new.tokens)] = new.tokens
+        self.tables[new.row] = self.padding_block
         self.states[new.row] = RowState(
-            new.params, new.num_prompt, new.seed, new.stop_ids, new.bad_words_ids, num_tokens=len(new.tokens)
+            params=new.params,
+            num_prompt=new.num_prompt,
+            seed=new.seed,
+            stop_ids=new.stop_ids,
+            banned_ids=[words[0] for words in new.bad_words_ids if len(words) == 1],
+            bad_sequences=[words for words in new.bad_words_ids if len(words) > 1],
+            num_tokens=len(new.tokens),
         )
 
     def state(self, row: int) -> RowState:

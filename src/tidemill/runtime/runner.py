@@ -12,14 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.core.step import Slice, SliceResult, Step, StepResult, TokenLogprob
+from tidemill.core.step import Slice, SliceProblem, SliceResult, Step, StepResult, TokenLogprob
 from tidemill.layers.attention import PagedAttention, Ragged
 from tidemill.runtime.kv_cache import KVCache
-from tidemill.runtime.rows import Rows
+from tidemill.runtime.rows import Gathered, Rows
 from tidemill.runtime.sampler import Draw, logprobs_of, sample
 
 PROMPT_LOGPROB_ROWS = 128
 """Prompt positions scored at a time: bounds the memory of prompt_logprobs."""
+NOT_FINITE = SliceProblem("the model's numbers are not finite (an overflow, or NaN weights)")
+NO_TOKEN_LEFT = SliceProblem(
+    "allowed_token_ids, bad_words and min_tokens together leave no token to choose", by_request=True
+)
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,19 @@ class Runner:
         # Attention wants single tokens first, shortest context first.
         order = sorted(range(len(step.slices)), key=lambda i: (step.slices[i].count > 1, step.slices[i].start))
         slices = [step.slices[index] for index in order]
-        hidden = self._forward(slices)
-        results = self._finish(slices, hidden)
+        inputs = self.rows.gather(slices)
+        hidden = self._forward(slices, inputs)
+        poisoned = self._wipe_poisoned(slices, inputs, hidden)
+        results = [
+            SliceResult(problem=NOT_FINITE) if index in poisoned else result
+            for index, result in enumerate(self._finish(slices, hidden))
+        ]
         in_step_order: list[SliceResult] = [SliceResult()] * len(order)
         for index, result in zip(order, results, strict=True):
             in_step_order[index] = result
         return Handle(StepResult(in_step_order))
 
-    def _forward(self, slices: list[Slice]) -> torch.Tensor:
-        inputs = self.rows.gather(slices)
+    def _forward(self, slices: list[Slice], inputs: Gathered) -> torch.Tensor:
         self.attention.plan(
             Ragged(
                 query_lens=[piece.count for piece in slices],
@@ -66,6 +74,20 @@ class Runner:
             self._to_device(inputs.lengths),
             self.attention,
         )
+
+    def _wipe_poisoned(self, slices: list[Slice], inputs: Gathered, hidden: torch.Tensor) -> set[int]:
+        """Slices with a token whose state is not finite; what they wrote must not be read by anybody."""
+        finite = torch.isfinite(hidden.sum(dim=-1))
+        if bool(finite.all()):
+            return set()
+        found, first = set(), 0
+        for index, piece in enumerate(slices):
+            part = slice(first, first + piece.count)
+            if not bool(finite[part].all()):
+                self.cache.wipe(self._to_device(inputs.slots[part]))
+                found.add(index)
+            first += piece.count
+        return found
 
     def _finish(self, slices: list[Slice], hidden: torch.Tensor) -> list[SliceResult]:
         ends = np.cumsum([piece.count for piece in slices])
@@ -85,7 +107,7 @@ class Runner:
 
     def _sample(
         self, slices: list[Slice], logits: torch.Tensor
-    ) -> list[tuple[int | None, TokenLogprob | None, str | None]]:
+    ) -> list[tuple[int | None, TokenLogprob | None, SliceProblem | None]]:
         states = [self.rows.state(piece.row) for piece in slices]
         # NaN and +inf both survive a maximum, which is cheaper than looking at every score.
         finite = torch.isfinite(logits.amax(dim=-1)).tolist()
@@ -98,7 +120,8 @@ class Runner:
                 state.num_prompt,
                 state.seed,
                 state.stop_ids,
-                state.bad_words_ids,
+                state.banned_ids,
+                state.bad_sequences,
             )
             for piece, state in zip(slices, states, strict=True)
         ]
@@ -106,15 +129,14 @@ class Runner:
         logprobs: dict[int, TokenLogprob] = {}
         if raw is not None:
             counts = [states[index].params.logprobs or 0 for index in wants]
-            logprobs = dict(zip(wants, logprobs_of(raw, tokens[wants], counts), strict=True))
-        out: list[tuple[int | None, TokenLogprob | None, str | None]] = []
+            logprobs = dict(zip(wants, logprobs_of(raw, tokens[wants].clamp(min=0), counts), strict=True))
+        out: list[tuple[int | None, TokenLogprob | None, SliceProblem | None]] = []
         for index, (piece, token) in enumerate(zip(slices, tokens.tolist(), strict=True)):
-            if finite[index]:
-                self.rows.append(piece.row, token)
-                out.append((token, logprobs.get(index), None))
-            else:
-                self.cache.clear(self.rows.tables[piece.row, : states[index].num_blocks].tolist())
-                out.append((None, None, "the model's scores are not finite numbers (overflow or NaN weights)"))
+            if not finite[index] or token < 0:
+                out.append((None, None, NO_TOKEN_LEFT if finite[index] else NOT_FINITE))
+                continue
+            self.rows.append(piece.row, token)
+            out.append((token, logprobs.get(index), None))
         return out
 
     def _prompt_logprobs(self, piece: Slice, hidden: torch.Tensor) -> list[TokenLogprob]:

@@ -33,7 +33,8 @@ class Draw:
     num_prompt: int
     seed: int
     stop_ids: Sequence[int]
-    bad_words_ids: Sequence[Sequence[int]]
+    banned_ids: Sequence[int] = ()
+    bad_sequences: Sequence[Sequence[int]] = ()
 
     @property
     def num_output(self) -> int:
@@ -41,10 +42,18 @@ class Draw:
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """One token per row of float32 logits [rows, vocabulary]. The logits may be changed in place."""
+    """One token per row of float32 logits [rows, vocabulary]; -1 where the constraints leave none. The logits may be
+    changed in place."""
+    impossible = [row for row, draw in enumerate(draws) if not _constrain(logits[row], draw)]
     for row, draw in enumerate(draws):
-        _constrain(logits[row], draw)
         _penalise(logits[row], draw)
+    tokens = _choose(logits, draws)
+    if impossible:
+        tokens[impossible] = -1
+    return tokens
+
+
+def _choose(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     random = [row for row, draw in enumerate(draws) if not draw.params.greedy]
     if not random:
         return logits.argmax(dim=-1)
@@ -71,7 +80,8 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_top: Sequence[in
     ]
 
 
-def _constrain(logits: torch.Tensor, draw: Draw) -> None:
+def _constrain(logits: torch.Tensor, draw: Draw) -> bool:
+    """Mask what the request forbids; whether anything is left."""
     params = draw.params
     if params.allowed_token_ids is not None:
         allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
@@ -81,14 +91,15 @@ def _constrain(logits: torch.Tensor, draw: Draw) -> None:
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
-    for words in draw.bad_words_ids:
-        *prefix, last = words
-        if not prefix or (
-            draw.num_output >= len(prefix) and draw.tokens[len(draw.tokens) - len(prefix) :].tolist() == prefix
-        ):
-            logits[last] = MASKED
-    if draw.num_output < params.min_tokens and draw.stop_ids:
-        logits[torch.tensor(list(draw.stop_ids), device=logits.device)] = MASKED
+    forbidden = list(draw.banned_ids)
+    for *prefix, last in draw.bad_sequences:
+        if draw.num_output >= len(prefix) and draw.tokens[len(draw.tokens) - len(prefix) :].tolist() == prefix:
+            forbidden.append(last)
+    if draw.num_output < params.min_tokens:
+        forbidden.extend(draw.stop_ids)
+    if forbidden:
+        logits[torch.tensor(forbidden, device=logits.device)] = MASKED
+    return not (forbidden and params.allowed_token_ids is not None) or bool(logits.amax() > MASKED)
 
 
 def _penalise(logits: torch.Tensor, draw: Draw) -> None:
@@ -114,7 +125,7 @@ def _sample_random(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         scores.masked_fill_(scores < best + min_p.log()[:, None], MASKED)
     _keep_top(scores, draws)
     keys = torch.tensor([_key(draw.seed, len(draw.tokens)) for draw in draws], device=device)
-    rows, ids = (scores > best - NOISE_SPAN).nonzero(as_tuple=True)
+    rows, ids = (scores >= best - NOISE_SPAN).nonzero(as_tuple=True)
     noisy = torch.full_like(scores, MASKED)
     noisy[rows, ids] = scores[rows, ids] + _gumbel(keys[rows], ids)
     return noisy.argmax(dim=-1)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from tidemill.core.params import MAX_LOGPROBS
 from tidemill.server.schemas_common import (
+    AtMost,
     GenerationFields,
     Integer,
     PromptLogprobs,
@@ -15,8 +16,14 @@ from tidemill.server.schemas_common import (
     Usage,
     documented,
     whole,
+    with_one_unknown,
     without_null,
 )
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+MAX_TOOL_CALLS = 256
+MAX_DOCUMENTS = 1024
 
 # Checked here rather than by SamplingParams, which knows these two fields by other names.
 AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(whole)]
@@ -44,32 +51,42 @@ class ToolCall(RequestBody):
     function: FunctionCall
 
 
+Parts = Annotated[list[ContentPart], AtMost(MAX_PARTS)]
+ToolCalls = Annotated[list[ToolCall], AtMost(MAX_TOOL_CALLS)]
+
+
 class Message(RequestBody):
     """One turn. `tool_calls` of earlier turns are shown to the chat template."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["role", "content"]})
 
     role: Role
-    content: str | list[ContentPart] | None = Field(
+    content: str | Parts | None = Field(
         default=None, description="Null only beside tool_calls.", json_schema_extra=without_null
     )
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _without_empty_extras(cls, data: Any) -> Any:
+    def _trimmed(cls, data: Any) -> Any:
         """Answers are sent back as they came, with `refusal: null`, `annotations: []` and whatever else is empty."""
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [], {})}
+        fields = cls.model_fields
+        filled = {name: value for name, value in data.items() if name in fields or value not in (None, [], {})}
+        return with_one_unknown(cls, filled)
+
+
+Messages = Annotated[list[Message], AtMost(MAX_MESSAGES)]
+Documents = Annotated[list[dict[str, Any]], AtMost(MAX_DOCUMENTS)]
 
 
 class ChatCompletionRequest(GenerationFields):
     """Unknown parameters, and known ones that cannot act here, are refused by name."""
 
-    messages: list[Message] = Field(json_schema_extra={"minItems": 1})
+    messages: Messages = Field(json_schema_extra={"minItems": 1})
     max_tokens: Integer | None = documented("Older name of max_completion_tokens.", minimum=1)
     max_completion_tokens: AtLeastOne | None = Field(
         default=None, description="The most tokens to write; to the end of the context if left out."
@@ -78,8 +95,12 @@ class ChatCompletionRequest(GenerationFields):
     top_logprobs: TopCount | None = None
     add_generation_prompt: bool | None = Field(default=None, description="Start a new assistant turn (the default).")
     continue_final_message: bool | None = Field(default=None, description="Write on where the last message ends.")
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extra values for the chat template.")
-    documents: list[dict[str, Any]] | None = Field(default=None, description="Passed to the chat template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Extra values for the chat template; a name it does not read is refused."
+    )
+    documents: Documents | None = Field(
+        default=None, description="Passed to the chat template; refused where it reads none."
+    )
 
 
 class TopLogprob(BaseModel):

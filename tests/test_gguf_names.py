@@ -64,17 +64,8 @@ def layer(bias: bool = False, qk_norm: bool = False) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def smollm2():
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    files = locate("smollm2")
-    model = AutoModelForCausalLM.from_pretrained(
-        files.path.parent,
-        gguf_file=files.path.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    return open_checkpoint(files), model
+def smollm2(transformers_smollm2):
+    return open_checkpoint(locate("smollm2")), transformers_smollm2
 
 
 def test_every_tensor_of_smollm2_equals_transformers(smollm2):

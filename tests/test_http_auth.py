@@ -1,4 +1,4 @@
-"""A server with keys: probes stay open, everything else needs one of the keys."""
+"""A server with keys, little room and a log: only probes are open, batches fit or do not, and lines stay lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ GUARDED = [
 @pytest.fixture(scope="module")
 def guarded():
     keys = ("--api-key", "first-key", "--api-key", "second-key")
-    with start_server("smollm2", "--max-model-len", "512", "--root-path", "/mill", *keys) as server:
+    room = ("--max-num-seqs", "4", "--max-waiting", "4", "--max-model-len", "512")
+    with start_server("smollm2", *room, "--root-path", "/mill", "--enable-log-requests", *keys) as server:
         yield server
 
 
@@ -86,6 +87,47 @@ def test_a_refusal_can_be_read_by_a_browser(http):
     response = http.get("/v1/models", headers={"Origin": "http://example.org"})
     assert response.status_code == 401
     assert response.headers["access-control-allow-origin"] == "*"
+
+
+def test_a_batch_that_never_fits_is_no_matter_of_retrying(http):
+    key = {"Authorization": "Bearer first-key"}
+    body = {"prompt": ["One", "Two", "Three"], "n": 3, "max_tokens": 1, "temperature": 1}
+    response = http.post("/v1/completions", headers=key, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "n"
+    assert "9" in response.json()["error"]["message"]
+    assert "8" in response.json()["error"]["message"]
+    assert http.post("/v1/completions", headers=key, json=body | {"n": 2}).status_code == 200
+
+
+def test_a_batch_that_does_not_fit_now_is_not_begun(guarded, http):
+    key = {"Authorization": "Bearer first-key"}
+    long = {"prompt": ["One", "Two"], "n": 2, "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 1}
+    with http.stream("POST", "/v1/completions", headers=key, json=long) as running:
+        next(running.iter_lines())
+        before = guarded.metric("vllm:prompt_tokens_total")
+        response = http.post("/v1/completions", headers=key, json={"prompt": ["x"] * 5, "max_tokens": 1})
+        assert response.status_code == 429
+        assert response.headers["retry-after"]
+        assert guarded.metric("vllm:prompt_tokens_total") == before
+
+
+def test_the_log_tells_of_each_request(guarded, http):
+    headers = {"Authorization": "Bearer first-key", "X-Request-Id": "logged-1"}
+    labels = {"user": "a\nb", "prompt_cache_key": "shelf", "metadata": {"run": "7"}}
+    body = {"prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True, **labels}
+    assert http.post("/v1/completions", headers=headers, json=body).status_code == 200
+    lines = [line for line in guarded.output.splitlines() if "logged-1" in line]
+    assert any("prompt tokens 3, completion tokens 2, finish length" in line for line in lines)
+    assert any("'user': 'a\\nb'" in line and "'shelf'" in line and "'run': '7'" in line for line in lines)
+    assert any("POST /mill/v1/completions -> 200" in line for line in lines)
+
+
+def test_a_path_cannot_write_lines_into_the_log(guarded, http):
+    http.get("/nowhere%0AINFO%20forged:%20line%0D%1B[31m")
+    assert "/nowhere%0AINFO%20forged" in guarded.output
+    assert not any(line.startswith("INFO forged") for line in guarded.output.splitlines())
+    assert "\x1b[31m" not in guarded.output
 
 
 def test_the_root_path_works_with_and_without_the_prefix(http):

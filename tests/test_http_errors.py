@@ -7,6 +7,8 @@ import json
 import httpx
 import pytest
 
+from tests.helpers.server import private_bytes
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
 PROMPT = {"prompt": "Hello", "max_tokens": 1}
@@ -59,6 +61,8 @@ CHAT_FIELDS = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 3}, "logprobs"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"enable_dreaming": True}}, "chat_template_kwargs.enable_dreaming"),
+    ({"documents": [{"text": "The tide is low."}]}, "documents"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
 ]  # fmt: skip
 
@@ -102,6 +106,7 @@ SAMPLING_FIELDS = [
     ({"request_id": "a b"}, "request_id"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"temprature": 1}, "temprature"),
+    ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
 ]
 
 PROMPTS = [
@@ -207,6 +212,41 @@ def test_control_characters_and_rare_characters_are_text(http):
         assert http.post(TEXT, json=PROMPT | {"prompt": text}).status_code == 200
 
 
+HOSTILE = {
+    "objects": (TEXT, {"prompt": [{}] * 300_000}, "prompt"),
+    "few objects": (TEXT, {"prompt": [{}] * 1000}, "prompt[0]"),
+    "mixed ids": (TEXT, {"prompt": [1] * 300_000 + ["a"]}, "prompt[300000]"),
+    "ids": (TEXT, {"prompt": [1] * 2_000_000}, "prompt"),
+    "id lists": (TEXT, {"prompt": [[1]] * 1000 + [[{}] * 300_000]}, "prompt[1000][0]"),
+    "numbers": (CHAT, {"messages": [0] * 300_000}, "messages"),
+    "few numbers": (CHAT, {"messages": [0] * 4000}, "messages[0]"),
+    "empty messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 300_000}, "messages"),
+    "parts": (CHAT, {"messages": [{"role": "user", "content": [0] * 300_000}]}, "messages[0].content"),
+    "names": (CHAT, {"messages": [HELLO["messages"][0] | {f"a{i}": 1 for i in range(50_000)}]}, "messages[0].a0"),
+    "stop ids": (TEXT, {"stop_token_ids": [[]] * 300_000}, "stop_token_ids"),
+    "few stop ids": (TEXT, {"stop_token_ids": [[]] * 1000}, "stop_token_ids[0]"),
+    "biases": (TEXT, {"logit_bias": {str(i): "a" for i in range(100_000)}}, "logit_bias"),
+    "metadata": (TEXT, {"metadata": {str(i): 1 for i in range(100_000)}}, "metadata"),
+    "options": (TEXT, {"stream_options": {f"a{i}": 1 for i in range(100_000)}}, "stream_options.a0"),
+    "one name": (TEXT, {"a" * 1_000_000: 1}, "a" * 60),
+}
+
+
+@pytest.mark.parametrize(("path", "change", "field"), HOSTILE.values(), ids=HOSTILE)
+def test_a_body_of_many_mistakes_costs_no_more_than_one(http, server, path, change, field):
+    pid = server.process.pid
+    before = private_bytes(pid)
+    error = problem(http.post(path, json=(HELLO if path == CHAT else PROMPT) | change, timeout=5), 400)
+    assert error["param"] == field
+    assert private_bytes(pid) - before < 300_000_000
+
+
+def test_a_limit_on_entries_names_it(http):
+    error = problem(http.post(CHAT, json=HELLO | {"messages": HELLO["messages"] * 5000}), 400)
+    assert "4096" in error["message"]
+    assert "5000" in error["message"]
+
+
 def test_a_ten_megabyte_prompt_is_too_long(http):
     error = problem(http.post(TEXT, json=PROMPT | {"prompt": "tide mill " * 1_000_000}), 400)
     assert error["code"] == "context_length_exceeded"
@@ -215,6 +255,19 @@ def test_a_ten_megabyte_prompt_is_too_long(http):
     error = problem(http.post(CHAT, json=HELLO | {"messages": [message]}), 400)
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == "messages"
+
+
+def test_text_without_end_is_not_tokenised(http):
+    """A long run of spaces is few tokens, so that its start does not tell that it is too long."""
+    endless = " " * 5_000_000
+    for change in ({}, {"truncate_prompt_tokens": 5}):
+        error = problem(http.post(TEXT, json=PROMPT | {"prompt": endless} | change), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert "4194304" in error["message"]
+    for body in ({"prompt": endless}, {"messages": [{"role": "user", "content": endless}]}):
+        error = problem(http.post("/tokenize", json=body), 413)
+        assert error["param"] in body
+        assert "4194304" in error["message"]
 
 
 def test_a_prompt_one_token_too_long_names_both_lengths(http):

@@ -46,11 +46,13 @@ def shortened(body: Any) -> Any:
 def meaningful(body: dict[str, Any]) -> dict[str, Any]:
     """A valid body made servable, in what a schema cannot say: names and ids that exist, fields that agree."""
     body = {name: value for name, value in body.items() if name not in ("model", "priority", "stream_options")}
-    body.pop("min_tokens", None)
+    for name in ("min_tokens", "documents", "chat_template_kwargs"):
+        body.pop(name, None)
     if body.get("max_completion_tokens") is not None:
         body.pop("max_tokens", None)
     if not body.get("logprobs"):
         body.pop("top_logprobs", None)
+        body.pop("return_tokens_as_token_ids", None)
     if body.get("stream"):
         body.pop("prompt_logprobs", None)
     if body.get("continue_final_message"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import openai
 import pytest
 
@@ -183,8 +184,6 @@ def test_choices_of_several_prompts_come_prompt_by_prompt(client, model):
 
 
 def test_completions_take_token_ids(client, model, server):
-    import httpx
-
     text = "The sky is"
     ids = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"]
     asked = {"model": model, "max_tokens": 4, "temperature": 0}
@@ -215,6 +214,23 @@ def test_echo_puts_the_prompt_and_its_logprobs_first(client, model):
     assert all(value <= 0 for value in logprobs.token_logprobs[1:])
     streamed = list(client.completions.create(**asked, stream=True))
     assert "".join(chunk.choices[0].text for chunk in streamed) == answer.choices[0].text
+    offsets = [offset for chunk in streamed for offset in chunk.choices[0].logprobs.text_offset]
+    assert offsets == logprobs.text_offset
+
+
+@pytest.mark.parametrize("skips", [True, False], ids=["skipped", "written"])
+@pytest.mark.parametrize("as_ids", [True, False], ids=["ids", "text"])
+def test_offsets_are_positions_in_the_returned_text(client, model, server, skips, as_ids):
+    text = "<|im_start|>user\nGrüße 🌊<|im_end|>\n"
+    ids = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"]
+    asked = {"model": model, "prompt": ids if as_ids else text, "max_tokens": 3, "temperature": 0}
+    asked |= {"echo": True, "logprobs": 0, "extra_body": {"skip_special_tokens": skips, "ignore_eos": True}}
+    choice = client.completions.create(**asked).choices[0]
+    logprobs = choice.logprobs
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        if "\ufffd" not in token and not (skips and token.startswith("<|")):
+            assert choice.text[offset:].startswith(token)
+    streamed = list(client.completions.create(**asked, stream=True))
     offsets = [offset for chunk in streamed for offset in chunk.choices[0].logprobs.text_offset]
     assert offsets == logprobs.text_offset
 

@@ -28,6 +28,13 @@ def test_probes_answer_with_an_empty_200(http):
         assert response.content == b""
 
 
+def test_probes_take_head(http):
+    for path in ("/health", "/ping", "/version"):
+        response = http.head(path)
+        assert response.status_code == 200
+        assert response.content == b""
+
+
 def test_the_root_and_the_version_point_on(http):
     root = http.get("/").json()
     assert http.get(root["docs"]).status_code == 200
@@ -58,8 +65,22 @@ def test_the_documentation_loads_nothing_from_elsewhere(http):
     assert links
     for link in links:
         assert "//" not in link
-        assert http.get("/" + link).status_code == 200
+        asset = http.get("/" + link)
+        assert asset.status_code == 200
+        if link.endswith(".css"):
+            assert not re.search(r"url\([\"']?(?!data:)", asset.text), "a style sheet may name files too"
+    assert "default-src 'self'" in http.get("/docs").headers["content-security-policy"]
+    start = http.get("/docs/start.js").text
+    assert 'url: "openapi.json"' in start
+    assert "//" not in start
+    assert "validatorUrl: null" in start
     assert http.get("/openapi.json").json()["openapi"].startswith("3.")
+
+
+def test_the_documentation_reads_the_description_it_is_given(http):
+    """Swagger UI before 5 shows OpenAPI 3.1 as an error."""
+    assert http.get("/openapi.json").json()["openapi"].startswith("3.1")
+    assert 'isOAS31' in http.get("/docs/swagger-ui-bundle.js").text
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])

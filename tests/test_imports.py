@@ -16,7 +16,7 @@ SOURCE = Path(tidemill.__file__).parent
 BELOW = {
     "cli": {"server", "engine", "core", "weights", "config", "errors", "hardware", "llm", "progress"},
     "server": {"engine", "core", "text", "errors"},
-    "llm": {"engine", "core", "config", "errors", "progress"},
+    "llm": {"engine", "core", "text", "config", "errors", "progress"},
     "engine": {"core", "runtime", "text", "weights", "config", "errors", "hardware"},
     "core": {"errors"},
     "runtime": {"core", "models", "layers", "ops", "quant", "weights", "config", "errors"},

@@ -35,22 +35,16 @@ def batched() -> dict[str, list[int]]:
     return texts(load(max_num_seqs=25), PROMPTS)
 
 
-def test_transformers_would_choose_every_one_of_these_tokens(batched):
+def test_transformers_would_choose_every_one_of_these_tokens(batched, transformers_smollm2):
     """By induction the same as comparing generated texts: each token is transformers' best continuation of the tokens
     before it. One forward pass per prompt instead of 64. The reference is transformers' own reading of the GGUF."""
-    from transformers import AutoModelForCausalLM
-
     from tidemill.text.tokenizer import load_tokenizer
 
-    files = locate("smollm2")
-    tokenizer = load_tokenizer(files)
-    reference = AutoModelForCausalLM.from_pretrained(
-        files.path.parent, gguf_file=files.path.name, dtype=torch.float32
-    ).eval()
+    tokenizer = load_tokenizer(locate("smollm2"))
     for prompt, tokens in batched.items():
         ids = tokenizer.encode(prompt)
         with torch.no_grad():
-            logits = reference(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
+            logits = transformers_smollm2(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
         assert logits.argmax(-1).tolist() == tokens, prompt
 
 

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.helpers.server import start_server
+from tests.helpers.server import start_server, wait_for
 
 OPEN = ["/", "/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json"]
 GUARDED = [
@@ -104,7 +104,8 @@ def test_a_batch_that_does_not_fit_now_is_not_begun(guarded, http):
     key = {"Authorization": "Bearer first-key"}
     long = {"prompt": ["One", "Two"], "n": 2, "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 1}
     with http.stream("POST", "/v1/completions", headers=key, json=long) as running:
-        next(running.iter_lines())
+        lines = running.iter_lines()
+        next(lines)
         before = guarded.metric("vllm:prompt_tokens_total")
         response = http.post("/v1/completions", headers=key, json={"prompt": ["x"] * 5, "max_tokens": 1})
         assert response.status_code == 429
@@ -117,15 +118,16 @@ def test_the_log_tells_of_each_request(guarded, http):
     labels = {"user": "a\nb", "prompt_cache_key": "shelf", "metadata": {"run": "7"}}
     body = {"prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True, **labels}
     assert http.post("/v1/completions", headers=headers, json=body).status_code == 200
+    wait_for(lambda: "logged-1 POST" in guarded.output, 10, "the line about the request")
     lines = [line for line in guarded.output.splitlines() if "logged-1" in line]
     assert any("prompt tokens 3, completion tokens 2, finish length" in line for line in lines)
     assert any("'user': 'a\\nb'" in line and "'shelf'" in line and "'run': '7'" in line for line in lines)
-    assert any("POST /mill/v1/completions -> 200" in line for line in lines)
+    assert any("POST /v1/completions -> 200" in line for line in lines)
 
 
 def test_a_path_cannot_write_lines_into_the_log(guarded, http):
     http.get("/nowhere%0AINFO%20forged:%20line%0D%1B[31m")
-    assert "/nowhere%0AINFO%20forged" in guarded.output
+    wait_for(lambda: "/nowhere%0AINFO%20forged" in guarded.output, 10, "the line about the request")
     assert not any(line.startswith("INFO forged") for line in guarded.output.splitlines())
     assert "\x1b[31m" not in guarded.output
 

@@ -241,6 +241,11 @@ def test_a_body_of_many_mistakes_costs_no_more_than_one(http, server, path, chan
     assert private_bytes(pid) - before < 300_000_000
 
 
+def test_a_body_of_nothing_but_braces_is_not_even_parsed(http):
+    body = b'{"prompt": [' + b"{}," * 2_000_000 + b"{}]}"
+    assert "1000000" in problem(http.post(TEXT, content=body), 400)["message"]
+
+
 def test_a_limit_on_entries_names_it(http):
     error = problem(http.post(CHAT, json=HELLO | {"messages": HELLO["messages"] * 5000}), 400)
     assert "4096" in error["message"]

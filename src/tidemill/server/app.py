@@ -43,7 +43,6 @@ def create_app(host: Host, settings: ServerSettings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None if settings.disable_docs else "/openapi.json",
-        root_path=settings.root_path,
         redirect_slashes=False,
         lifespan=lifespan,
     )

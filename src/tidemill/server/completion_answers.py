@@ -100,11 +100,14 @@ class _Shape:
         prompt_index = index // self._work.params.n
         scores = answers[prompt_index * self._work.params.n].prompt_logprobs
         used = self._work.prompts[prompt_index].kept(answer.num_prompt_tokens)
-        text = "".join(answer.text)
+        echoed = self._prompt_text(prompt_index, used) if self._body.echo else ""
+        lists = self._lists()
+        if self.needs_prompt_scores:
+            lists.add_prompt(scores or (), used, echoed)
         choice = {
             "index": index,
-            "text": self._prompt_text(prompt_index, used) + text if self._body.echo else text,
-            "logprobs": self._logprobs(self._lists(), scores or (), used, answer.logprobs, answer.token_ids),
+            "text": echoed + "".join(answer.text),
+            "logprobs": self._logprobs(lists, answer.logprobs, answer.token_ids),
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
@@ -125,14 +128,17 @@ class _Shape:
             lists = self._streams[index] = self._lists()
             used = self._work.prompts[prompt_index].kept(delta.num_prompt_tokens)
             if self._body.echo:
-                text = self._prompt_text(prompt_index, used) + text
+                echoed = self._prompt_text(prompt_index, used)
+                text = echoed + text
+                if self.needs_prompt_scores:
+                    lists.add_prompt(scores, used, echoed)
         tells_tokens = self._body.logprobs is not None or self._body.return_token_ids
         if not (text or delta.finish_reason or (delta.token_ids and tells_tokens)):
             return None
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(lists, scores if opens else (), used, delta.logprobs or (), delta.token_ids),
+            "logprobs": self._logprobs(lists, delta.logprobs or (), delta.token_ids),
             "finish_reason": delta.finish_reason,
         }
         if delta.finish_reason is not None:
@@ -144,21 +150,17 @@ class _Shape:
         return choice
 
     def _lists(self) -> CompletionLogprobs:
-        return CompletionLogprobs(self._body.logprobs or 0, self._name)
+        special = self._work.model.tokenizer.special_ids
+        unwritten = special if self._work.params.skip_special_tokens else frozenset()
+        return CompletionLogprobs(self._body.logprobs or 0, self._name, unwritten)
 
     def _logprobs(
-        self,
-        lists: CompletionLogprobs,
-        scores: PromptEntries,
-        prompt_ids: Sequence[int],
-        entries: PromptEntries,
-        token_ids: Sequence[int],
+        self, lists: CompletionLogprobs, entries: PromptEntries, token_ids: Sequence[int]
     ) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        if self._body.echo:
-            return lists.shape([*scores, *entries], [*prompt_ids, *token_ids])
-        return lists.shape(entries, token_ids)
+        lists.add(entries, token_ids)
+        return lists.take()
 
     def _prompt_text(self, prompt_index: int, used: list[int]) -> str:
         prompt = self._work.prompts[prompt_index]

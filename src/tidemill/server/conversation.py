@@ -14,20 +14,25 @@ from tidemill.server.schemas_chat import ContentPart, Message, ToolCall
 
 if TYPE_CHECKING:
     from tidemill.engine.host import ServedModel
+    from tidemill.text.chat import ChatTemplate
 
 RESERVED_KWARGS = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents", "self", "tokenize"}
 )
 
 
+# What a template writes around a message, and the time it takes, are about those of so many characters.
+CHARS_PER_MESSAGE = 32
+
+
 def count_chars(messages: Sequence[Message]) -> int:
     """Roughly how much text there is, to decide where to work on it."""
-    total = 0
+    total = CHARS_PER_MESSAGE * len(messages)
     for message in messages:
         if isinstance(message.content, str):
             total += len(message.content)
         else:
-            total += sum(len(part.text or "") for part in message.content or ())
+            total += sum(CHARS_PER_MESSAGE + len(part.text or "") for part in message.content or ())
     return total
 
 
@@ -57,6 +62,7 @@ def render_chat(
         raise InvalidRequest(
             f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}", param="chat_template_kwargs"
         )
+    _refuse_unread(model.chat_template, documents, kwargs)
     turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     opens_turn = add_generation_prompt if add_generation_prompt is not None else not continue_final_message
     try:
@@ -72,6 +78,22 @@ def render_chat(
     except Exception as error:
         # A template is a program over the caller's messages: whatever it raises, it was the messages it did not take.
         raise InvalidRequest(f"the chat template does not take these messages: {error}", param="messages") from error
+
+
+def _refuse_unread(template: ChatTemplate, documents: list[dict[str, Any]] | None, kwargs: dict[str, Any]) -> None:
+    """What the template never reads would be ignored without a word."""
+    if documents and "documents" not in template.variables:
+        raise UnsupportedParameter(
+            "documents are not read by this model's chat template", param="documents", fix="put them into a message"
+        )
+    for name in kwargs:
+        if name not in template.variables:
+            known = sorted(template.variables - RESERVED_KWARGS - template.special_tokens.keys())
+            raise UnsupportedParameter(
+                f"chat_template_kwargs: this model's chat template does not read {name[:60]!r}",
+                param=f"chat_template_kwargs.{name[:60]}",
+                fix=f"it reads {', '.join(known)}" if known else "leave chat_template_kwargs out",
+            )
 
 
 def _turn(message: Message, path: str) -> dict[str, Any]:

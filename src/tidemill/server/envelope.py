@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.errors import BodyTooLarge, TidemillError, Unauthorized
-from tidemill.server.problems import error_response, internal_error
+from tidemill.server.problems import error_response, internal_error, loggable_path
 from tidemill.server.state import AppState
 
 logger = logging.getLogger("tidemill.server")
@@ -48,6 +48,8 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if root_path := self._state.settings.root_path:
+            scope["root_path"] = root_path
         started = time.monotonic()
         request_id = scope["tidemill_request_id"] = _chosen_id(Headers(scope=scope))
         status: int | None = None
@@ -62,7 +64,7 @@ class Envelope:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            logger.exception("request %s %s %s failed", request_id, scope["method"], scope["path"])
+            logger.exception("request %s %s %s failed", request_id, scope["method"], loggable_path(scope))
             if status is not None:
                 raise
             await error_response(internal_error())(scope, receive, send_with_id)
@@ -76,9 +78,8 @@ class Envelope:
         self._state.metrics.http_requests.labels(method, route, str(status or 499)).inc()
         self._state.metrics.http_seconds.labels(route).observe(seconds)
         if self._state.settings.log_requests:
-            logger.info(
-                "request %s %s %s -> %s in %.3f s", request_id_of(scope), method, scope["path"], status, seconds
-            )
+            shown = (request_id_of(scope), method, loggable_path(scope), status, seconds)
+            logger.info("request %s %s %s -> %s in %.3f s", *shown)
 
 
 class KeyCheck:

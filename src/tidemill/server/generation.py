@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -34,12 +35,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("tidemill.server")
 
+LABELS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
+MAX_LABEL_CHARS = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """Everything decided before the first token: the choice `prompt * n + j` is answer `j` to `prompt`."""
 
     id: str
+    request_id: str
     created: int
     model: ServedModel
     model_name: str
@@ -58,6 +63,7 @@ class Work:
 
 
 def plan_work(
+    state: AppState,
     prefix: str,
     request: Request,
     body: GenerationFields,
@@ -65,12 +71,12 @@ def plan_work(
     prompts: list[Prompt],
     params: SamplingParams,
 ) -> Work:
-    base = body.request_id or request_id_of(request.scope)
-    labels = {"user": body.user, "safety_identifier": body.safety_identifier, "metadata": body.metadata}
-    if any(labels.values()):
-        logger.info("request %s labels %s", base, {key: value for key, value in labels.items() if value})
+    request_id = request_id_of(request.scope)
+    if state.settings.log_requests:
+        _log_labels(request_id, body)
     return Work(
-        id=f"{prefix}-{base}",
+        id=f"{prefix}-{body.request_id or request_id}",
+        request_id=request_id,
         created=int(time.time()),
         model=model,
         model_name=body.model or model.names[0],
@@ -81,6 +87,13 @@ def plan_work(
     )
 
 
+def _log_labels(request_id: str, body: GenerationFields) -> None:
+    labels = {name: getattr(body, name) for name in LABELS if getattr(body, name)}
+    if labels:
+        # repr escapes what could end the line; a label is the caller's and may be megabytes long.
+        logger.info("request %s labels %s", request_id, repr(labels)[:MAX_LABEL_CHARS])
+
+
 @dataclass(slots=True)
 class Tally:
     """What the usage object counts, kept up to date delta by delta."""
@@ -88,9 +101,12 @@ class Tally:
     prompt: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     completion: int = 0
+    finished: list[str] = field(default_factory=list)
 
     def saw(self, prompt_index: int, delta: Delta) -> None:
         self.completion += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.finished.append(delta.finish_reason)
         if prompt_index not in self.prompt:
             self.prompt[prompt_index] = delta.num_prompt_tokens
         if delta.index == 0:
@@ -133,12 +149,35 @@ class Answer:
 async def run(state: AppState, work: Work) -> AsyncGenerator[tuple[int, Delta], None]:
     """The deltas of all prompts as they come, each with the index of its prompt. Closing it aborts what still runs."""
     state.refuse_when_draining()
+    # All or nothing: a batch of which some prompts were refused would have computed the others in vain.
+    work.model.client.check_room(len(work.prompts) * work.params.n)
     requests = work.requests()
     sources = [_watched(state, work.model, request) for request in requests]
     merged = _alone(sources[0]) if len(sources) == 1 else _side_by_side(sources)
-    async with aclosing(merged):
-        async for item in merged:
-            yield item
+    logged = Tally() if state.settings.log_requests else None
+    try:
+        async with aclosing(merged):
+            async for item in merged:
+                if logged is not None:
+                    logged.saw(*item)
+                yield item
+    finally:
+        if logged is not None:
+            _log_tokens(work, logged)
+
+
+def _log_tokens(work: Work, tally: Tally) -> None:
+    usage = tally.usage()
+    ends = Counter(tally.finished)
+    ends["unfinished"] = len(work.prompts) * work.params.n - len(tally.finished)
+    logger.info(
+        "request %s is %s: prompt tokens %d, completion tokens %d, finish %s",
+        work.request_id,
+        work.id,
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+        ", ".join(f"{reason} x {count}" if count > 1 else reason for reason, count in ends.items() if count),
+    )
 
 
 async def gather(state: AppState, work: Work) -> tuple[list[Answer], Tally]:

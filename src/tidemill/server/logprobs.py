@@ -47,29 +47,56 @@ def prompt_logprobs(
 
 
 class CompletionLogprobs:
-    """The four parallel lists of a completion, with offsets that run on from chunk to chunk of a stream."""
+    """The four parallel lists of a completion, with offsets that run on from chunk to chunk of a stream.
 
-    def __init__(self, num_top: int, name: TokenNamer) -> None:
-        self._num_top, self._name = num_top, name
+    An offset is a position in the returned text; `unwritten` are the tokens that do not appear in it.
+    """
+
+    def __init__(self, num_top: int, name: TokenNamer, unwritten: frozenset[int]) -> None:
+        self._num_top, self._name, self._unwritten = num_top, name, unwritten
+        self._lists = _empty_lists()
         # A character may span tokens, so offsets count characters of the bytes so far, not of each token's text.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def shape(self, entries: Iterable[TokenLogprob | None], tokens: Sequence[int]) -> dict[str, Any]:
-        lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    def add_prompt(self, entries: Iterable[TokenLogprob | None], tokens: Sequence[int], text: str) -> None:
+        """The prompt in front, as `text` has it: with or without its special tokens, or a first space."""
         for token, entry in zip(tokens, entries, strict=False):
-            lists["tokens"].append(self._name(token))
-            lists["token_logprobs"].append(None if entry is None else max(entry.logprob, FLOOR))
-            lists["top_logprobs"].append(None if entry is None else self._top(entry))
-            lists["text_offset"].append(self._offset)
-            self._offset += len(self._decoder.decode(self._name.tokenizer.token_bytes(token)))
+            self._append(token, entry)
+            piece = self._decoder.decode(self._name.tokenizer.token_bytes(token))
+            if self._offset == 0 and piece.startswith(" ") and not text.startswith(" "):
+                piece = piece[1:]
+            if token not in self._name.tokenizer.special_ids or text.startswith(piece, self._offset):
+                self._offset = min(self._offset + len(piece), len(text))
+        self._offset = len(text)
+        self._decoder.reset()
+
+    def add(self, entries: Iterable[TokenLogprob | None], tokens: Sequence[int]) -> None:
+        for token, entry in zip(tokens, entries, strict=False):
+            self._append(token, entry)
+            if token not in self._unwritten:
+                self._offset += len(self._decoder.decode(self._name.tokenizer.token_bytes(token)))
+
+    def take(self) -> dict[str, Any]:
+        """What was added since the last call."""
+        lists, self._lists = self._lists, _empty_lists()
         return lists
+
+    def _append(self, token: int, entry: TokenLogprob | None) -> None:
+        self._lists["tokens"].append(self._name(token))
+        self._lists["token_logprobs"].append(None if entry is None else max(entry.logprob, FLOOR))
+        self._lists["top_logprobs"].append(None if entry is None else self._top(entry))
+        self._lists["text_offset"].append(self._offset)
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         """The alternatives and the token itself, which may be less likely than all of them."""
         top = {self._name(token): max(value, FLOOR) for token, value in entry.top[: self._num_top]}
         top.setdefault(self._name(entry.token), max(entry.logprob, FLOOR))
         return top
+
+
+def _empty_lists() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def _chat_token(token: int, value: float, name: TokenNamer) -> dict[str, Any]:

@@ -6,14 +6,13 @@ other hosts: it works where the server does, without a network.
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.responses import FileResponse
-from swagger_ui_bundle import swagger_ui_path
 
 from tidemill.errors import NotFound
 from tidemill.server.problems import ErrorResponse
@@ -43,7 +42,8 @@ MEANINGS = {
 }
 DESCRIPTION = (
     "OpenAI's API, served by tidemill. A parameter acts or is refused by name: unknown parameters, and known ones "
-    "that cannot act, give a 400. `user`, `safety_identifier` and `metadata` are labels for the log."
+    "that cannot act, give a 400. `user`, `safety_identifier`, `prompt_cache_key` and `metadata` are labels for the "
+    "log."
 )
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>tidemill API</title>
@@ -51,9 +51,18 @@ PAGE = """<!doctype html>
 <body><div id="swagger-ui"></div>
 <script src="docs/swagger-ui-bundle.js"></script><script src="docs/start.js"></script></body></html>
 """
-ASSETS = ("swagger-ui.css", "swagger-ui-bundle.js", "favicon-32x32.png")
-# Relative, so that the page works behind any prefix a proxy adds.
-START = 'SwaggerUIBundle({url: "openapi.json", dom_id: "#swagger-ui", deepLinking: true});\n'
+# Of the package `fastapi-swagger`, which carries Swagger UI 5; older ones cannot read OpenAPI 3.1.
+ASSETS = {
+    "swagger-ui.css": "text/css",
+    "swagger-ui-bundle.js": "text/javascript",
+    "favicon-32x32.png": "image/png",
+}
+# Relative, so that the page works behind any prefix a proxy adds. Without a validator, which would be another host.
+START = """SwaggerUIBundle({
+  url: "openapi.json", dom_id: "#swagger-ui", deepLinking: true, validatorUrl: null,
+  defaultModelsExpandDepth: 0, defaultModelExpandDepth: 2
+});
+"""
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 
 
@@ -101,7 +110,8 @@ def install(app: FastAPI, settings: ServerSettings) -> None:
     async def asset(name: str) -> Response:
         if name not in ASSETS:
             raise NotFound(f"the documentation has no file {name!r}")
-        return FileResponse(swagger_ui_path / name)
+        content = (files("fastapi_swagger") / "resources" / name).read_bytes()
+        return Response(content, media_type=ASSETS[name], headers={"Cache-Control": "max-age=3600"})
 
 
 def _describe(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:

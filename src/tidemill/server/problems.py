@@ -6,17 +6,20 @@ The one place that builds the shape. Knows nothing about which route failed.
 from __future__ import annotations
 
 import logging
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from tidemill.errors import InvalidRequest, MethodNotAllowed, NotFound, TidemillError
 
 logger = logging.getLogger("tidemill.server")
 
+MAX_LOGGED_CHARS = 200
 # Seconds a client is asked to wait: a full queue moves within a step or two, a restart takes longer.
 RETRY_AFTER = {429: "1", 503: "5"}
 
@@ -54,6 +57,11 @@ def error_response(problem: TidemillError) -> JSONResponse:
     return JSONResponse({"error": error_object(problem)}, status_code=problem.status, headers=headers)
 
 
+def loggable_path(scope: Scope) -> str:
+    """The path as it can stand in a log line: escaped, so that a caller cannot write lines of its own."""
+    return quote(scope["path"][:MAX_LOGGED_CHARS])
+
+
 def internal_error() -> TidemillError:
     """What the outside sees of a bug: nothing of the inside."""
     return TidemillError("the server failed on this request; the server's log has the details")
@@ -69,7 +77,7 @@ def install(app: FastAPI) -> None:
 def _on_problem(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, TidemillError)
     if exc.status >= 500:
-        logger.error("%s %s: %s", request.method, request.url.path, exc.report())
+        logger.error("%s %s: %s", request.method, loggable_path(request.scope), exc.report())
     return error_response(exc)
 
 

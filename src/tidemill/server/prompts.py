@@ -5,17 +5,20 @@ Knows the tokenizer's interface; whether the ids are in the vocabulary and fit t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tidemill.errors import ContextTooLong, InvalidRequest
+from tidemill.errors import BodyTooLarge, ContextTooLong, InvalidRequest
 from tidemill.server.state import AppState
 
 if TYPE_CHECKING:
     from tidemill.engine.host import ServedModel
 
-MAX_PROMPTS = 1024
-
+# More text than this is tokenised for nobody, unless the context is so long that it might fit.
+MAX_TEXT_CHARS = 4 * 1024 * 1024
+# Prompts of a batch are tokenised in groups of about so many characters, so that other requests get their turn.
+GROUP_CHARS = 256 * 1024
 # A text is looked at from its start before all of it is tokenised. Tokens of ordinary text have about four characters,
 # so a start of 16 per token of context settles nearly every hopeless prompt in milliseconds.
 PROBE_CHARS_PER_TOKEN = 16
@@ -41,11 +44,10 @@ def split_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list
         return [prompt]
     if not prompt:
         raise InvalidRequest("prompt must not be an empty list", param="prompt")
-    if all(isinstance(entry, int) for entry in prompt):
-        return [prompt]  # type: ignore[list-item]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(prompt)}", param="prompt")
-    return list(prompt)  # type: ignore[arg-type]
+    # The schema has seen to it that all entries are of one kind.
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
 
 
 async def tokenize_all(
@@ -57,12 +59,36 @@ async def tokenize_all(
     truncates: bool,
     param: str,
 ) -> list[Prompt]:
-    num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    done: list[Prompt] = []
+    for group, num_chars in _groups(prompts):
 
-    def work() -> list[Prompt]:
-        return [_tokenize(model, prompt, add_special_tokens, truncates, param) for prompt in prompts]
+        def work(group: list[str | list[int]] = group) -> list[Prompt]:
+            return [_tokenize(model, prompt, add_special_tokens, truncates, param) for prompt in group]
 
-    return await state.off_loop(work, num_chars)
+        done += await state.off_loop(work, num_chars)
+    return done
+
+
+def _groups(prompts: list[str | list[int]]) -> Iterator[tuple[list[str | list[int]], int]]:
+    group: list[str | list[int]] = []
+    num_chars = 0
+    for prompt in prompts:
+        group.append(prompt)
+        num_chars += len(prompt) if isinstance(prompt, str) else 0
+        if num_chars >= GROUP_CHARS:
+            yield group, num_chars
+            group, num_chars = [], 0
+    yield group, num_chars
+
+
+def refuse_endless(text: str, param: str) -> None:
+    """For a route that answers with the tokens of any text: some texts only keep the others waiting."""
+    if len(text) > MAX_TEXT_CHARS:
+        raise BodyTooLarge(
+            f"{param} has {len(text)} characters, but at most {MAX_TEXT_CHARS} are tokenised in one request",
+            param=param,
+            fix="send it in parts",
+        )
 
 
 def encode_within(model: ServedModel, text: str, *, add_special_tokens: bool, truncates: bool, param: str) -> list[int]:
@@ -78,6 +104,14 @@ def encode_within(model: ServedModel, text: str, *, add_special_tokens: bool, tr
                 param=param,
                 fix="shorten it, or set truncate_prompt_tokens",
             )
+    most = max(MAX_TEXT_CHARS, 2 * probe)
+    if len(text) > most:
+        # Where a cut text may be tokenised differently anywhere after the cut, its end alone is not enough.
+        raise ContextTooLong(
+            f"{param} has {len(text)} characters, but at most {most} are tokenised for a context of {limit} tokens",
+            param=param,
+            fix="send only the end of it" if truncates else "shorten it",
+        )
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not ids:
         raise InvalidRequest(f"{param} must hold at least one token, got an empty text", param=param)

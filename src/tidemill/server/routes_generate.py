@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from tidemill.errors import ContextTooLong
 from tidemill.server import chat_answers, completion_answers
-from tidemill.server.body import parse, read_object
+from tidemill.server.body import parse, read_body
 from tidemill.server.conversation import count_chars, render_chat
 from tidemill.server.generation import Work, plan_work, unless_client_leaves
 from tidemill.server.openapi import body_of, responses
@@ -34,7 +34,7 @@ def generation_routes(state: AppState) -> APIRouter:
         responses=responses(ChatCompletion, 400, 401, 404, 413, 429, 500, 503, streams=True),
     )
     async def create_chat_completion(request: Request) -> Response:
-        body = parse(await read_object(request), ChatCompletionRequest, CHAT_REFUSALS)
+        body = await read_body(state, request, _chat_body)
         try:
             work = await _chat_work(state, request, body)
             if body.stream:
@@ -51,13 +51,21 @@ def generation_routes(state: AppState) -> APIRouter:
         responses=responses(Completion, 400, 401, 404, 413, 429, 500, 503, streams=True),
     )
     async def create_completion(request: Request) -> Response:
-        body = parse(await read_object(request), CompletionRequest, COMPLETION_REFUSALS)
+        body = await read_body(state, request, _completion_body)
         work = await _completion_work(state, request, body)
         if body.stream:
             return await open_stream(request.receive, completion_answers.chunks(state, work, body))
         return await _answer(request, completion_answers.whole(state, work, body))
 
     return router
+
+
+def _chat_body(raw: dict[str, Any]) -> ChatCompletionRequest:
+    return parse(raw, ChatCompletionRequest, CHAT_REFUSALS)
+
+
+def _completion_body(raw: dict[str, Any]) -> CompletionRequest:
+    return parse(raw, CompletionRequest, COMPLETION_REFUSALS)
 
 
 def _in_chat_words(problem: ContextTooLong, body: ChatCompletionRequest) -> ContextTooLong:
@@ -96,7 +104,7 @@ async def _chat_work(state: AppState, request: Request, body: ChatCompletionRequ
         return Prompt(ids, text)
 
     prompt = await state.off_loop(prepare, count_chars(body.messages))
-    return plan_work("chatcmpl", request, body, model, [prompt], params)
+    return plan_work(state, "chatcmpl", request, body, model, [prompt], params)
 
 
 async def _completion_work(state: AppState, request: Request, body: CompletionRequest) -> Work:
@@ -111,7 +119,7 @@ async def _completion_work(state: AppState, request: Request, body: CompletionRe
         truncates=body.truncate_prompt_tokens is not None,
         param="prompt",
     )
-    return plan_work("cmpl", request, body, model, prompts, params)
+    return plan_work(state, "cmpl", request, body, model, prompts, params)
 
 
 async def _answer(request: Request, answer: Coroutine[Any, Any, dict[str, Any]]) -> Response:

@@ -38,6 +38,10 @@ def service_routes(state: AppState) -> APIRouter:
             responses=responses(None, 503),
         )
 
+    for path in ("/health", "/ping"):
+        router.add_api_route(path, health, methods=["HEAD"], response_class=Response, include_in_schema=False)
+
+    @router.head("/version", include_in_schema=False)
     @router.get("/version", summary="The version of tidemill", responses=responses(Version))
     async def version() -> Version:
         return Version(version=state.settings.version)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 
 from tidemill.errors import InvalidRequest
-from tidemill.server.body import parse, read_object
+from tidemill.server.body import parse, read_body
 from tidemill.server.conversation import count_chars, render_chat
 from tidemill.server.openapi import body_of, responses
+from tidemill.server.prompts import refuse_endless
 from tidemill.server.refusals import TOKENIZE_REFUSALS
 from tidemill.server.schemas_service import (
     DetokenizeRequest,
@@ -34,10 +35,10 @@ def text_routes(state: AppState) -> APIRouter:
         responses=responses(TokenizeResponse, 400, 401, 404, 413, 500),
     )
     async def tokenize(request: Request) -> TokenizeResponse:
-        raw = await read_object(request)
-        if "messages" in raw:
-            return await _tokenize_chat(state, raw)
-        return await _tokenize_text(state, raw)
+        body = await read_body(state, request, _tokenize_body)
+        if isinstance(body, TokenizeChatRequest):
+            return await _tokenize_chat(state, body)
+        return await _tokenize_text(state, body)
 
     @router.post(
         "/detokenize",
@@ -46,23 +47,36 @@ def text_routes(state: AppState) -> APIRouter:
         responses=responses(DetokenizeResponse, 400, 401, 404, 413, 500),
     )
     async def detokenize(request: Request) -> DetokenizeResponse:
-        body = parse(await read_object(request), DetokenizeRequest)
+        body = await read_body(state, request, _detokenize_body)
         tokenizer = state.host.find(body.model).tokenizer
-        for position, token in enumerate(body.tokens):
-            if token >= tokenizer.vocab_size:
-                raise InvalidRequest(
-                    f"tokens[{position}] is {token}, but the vocabulary ends at {tokenizer.vocab_size - 1}",
-                    param=f"tokens[{position}]",
-                )
-        text = await state.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), len(body.tokens))
-        return DetokenizeResponse(prompt=text)
+
+        def work() -> str:
+            for position, token in enumerate(body.tokens):
+                if token >= tokenizer.vocab_size:
+                    raise InvalidRequest(
+                        f"tokens[{position}] is {token}, but the vocabulary ends at {tokenizer.vocab_size - 1}",
+                        param=f"tokens[{position}]",
+                    )
+            return tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+        return DetokenizeResponse(prompt=await state.off_loop(work, len(body.tokens)))
 
     return router
 
 
-async def _tokenize_text(state: AppState, raw: dict[str, Any]) -> TokenizeResponse:
-    body = parse(raw, TokenizeTextRequest, TOKENIZE_REFUSALS)
+def _tokenize_body(raw: dict[str, Any]) -> TokenizeTextRequest | TokenizeChatRequest:
+    if "messages" in raw:
+        return parse(raw, TokenizeChatRequest, TOKENIZE_REFUSALS)
+    return parse(raw, TokenizeTextRequest, TOKENIZE_REFUSALS)
+
+
+def _detokenize_body(raw: dict[str, Any]) -> DetokenizeRequest:
+    return parse(raw, DetokenizeRequest)
+
+
+async def _tokenize_text(state: AppState, body: TokenizeTextRequest) -> TokenizeResponse:
     model = state.host.find(body.model)
+    refuse_endless(body.prompt, "prompt")
 
     def work() -> TokenizeResponse:
         ids = model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
@@ -71,8 +85,7 @@ async def _tokenize_text(state: AppState, raw: dict[str, Any]) -> TokenizeRespon
     return await state.off_loop(work, len(body.prompt))
 
 
-async def _tokenize_chat(state: AppState, raw: dict[str, Any]) -> TokenizeResponse:
-    body = parse(raw, TokenizeChatRequest, TOKENIZE_REFUSALS)
+async def _tokenize_chat(state: AppState, body: TokenizeChatRequest) -> TokenizeResponse:
     model = state.host.find(body.model)
 
     def work() -> TokenizeResponse:
@@ -83,6 +96,7 @@ async def _tokenize_chat(state: AppState, raw: dict[str, Any]) -> TokenizeRespon
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
         )
+        refuse_endless(text, "messages")
         ids = model.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
         return _response(model, ids, body.return_token_strs)
 

@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.server.http_protocol import GuardedProtocol
 from tidemill.server.state import AppState
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,8 @@ async def serve(
     server = _Server(
         uvicorn.Config(
             app,
+            http=GuardedProtocol,
+            ws="none",
             log_level=listen.log_level,
             access_log=listen.access_log,
             ssl_keyfile=listen.ssl_keyfile,

@@ -34,6 +34,7 @@ def chat_params(body: ChatCompletionRequest, model: ServedModel) -> SamplingPara
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    _refuse_names_without_logprobs(body, bool(body.logprobs))
     values = _shared(body, model)
     values["max_tokens"] = limits.pop() if limits else values.get("max_tokens")
     values["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
@@ -41,6 +42,7 @@ def chat_params(body: ChatCompletionRequest, model: ServedModel) -> SamplingPara
 
 
 def completion_params(body: CompletionRequest, model: ServedModel) -> SamplingParams:
+    _refuse_names_without_logprobs(body, body.logprobs is not None)
     values = _shared(body, model)
     if body.max_tokens is not None:
         values["max_tokens"] = body.max_tokens
@@ -56,6 +58,14 @@ def refuse_stream_conflicts(body: GenerationFields) -> None:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
+
+
+def _refuse_names_without_logprobs(body: GenerationFields, has_logprobs: bool) -> None:
+    if body.return_tokens_as_token_ids and not has_logprobs:
+        raise InvalidRequest(
+            "return_tokens_as_token_ids names the tokens of logprobs, so it needs logprobs",
+            param="return_tokens_as_token_ids",
+        )
 
 
 def _shared(body: GenerationFields, model: ServedModel) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from tidemill.core.params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_SEED, M
 MAX_TOKEN_IDS = 2**20
 MAX_ALLOWED_IDS = 2**18
 MAX_STOP_IDS = 1024
-MAX_BIASES = 2**14
+MAX_BIASES = 4096
 MAX_METADATA = 64
 
 
@@ -42,7 +42,7 @@ class AtMost:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
         # pydantic's own FailFast cannot be hashed, so it cannot be part of a union written with `|`.
-        entries = schema["schema"] if schema["type"] == "function-before" else schema
+        entries: Any = schema["schema"] if schema["type"] == "function-before" else schema
         if entries["type"] == "list":
             entries["fail_fast"] = True
         return core_schema.no_info_before_validator_function(self._checked, schema)
@@ -154,7 +154,9 @@ class GenerationFields(RequestBody):
     return_token_ids: bool | None = Field(
         default=None, description="Adds prompt_token_ids and token_ids to the answer."
     )
-    return_tokens_as_token_ids: bool | None = Field(default=None, description="Logprobs, which must be asked for, name tokens as `token_id:123`.")
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Logprobs, which must be asked for, name tokens as `token_id:123`."
+    )
 
     priority: Int32 | None = Field(default=None, description="Lower is served earlier (with priority scheduling).")
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(

@@ -27,7 +27,7 @@ IdLists = Annotated[list[PromptIds], AtMost(MAX_PROMPTS)]
 
 
 def _kind(prompt: object) -> str | None:
-    """Which of the four shapes is meant, by the first entry: trying all four on a long list takes four times as long."""
+    """Which of the four shapes is meant, by the first entry: trying all four on a long list takes far longer."""
     if isinstance(prompt, str):
         return "text"
     if not isinstance(prompt, list):
@@ -43,18 +43,14 @@ Prompts = Annotated[
     | Annotated[PromptIds, Tag("ids")]
     | Annotated[Texts, Tag("texts")]
     | Annotated[IdLists, Tag("id lists")],
-    Discriminator(
-        _kind, custom_error_type="prompt_type", custom_error_message="a text, a list of texts, or token ids"
-    ),
+    Discriminator(_kind, custom_error_type="prompt_type", custom_error_message="a text, a list of texts, or token ids"),
 ]
 
 
 class CompletionRequest(GenerationFields):
     """Unknown parameters, and known ones that cannot act here, are refused by name."""
 
-    prompt: Prompts = Field(
-        description="A text, token ids, or a list of either.", json_schema_extra={"minItems": 1}
-    )
+    prompt: Prompts = Field(description="A text, token ids, or a list of either.", json_schema_extra={"minItems": 1})
     max_tokens: Integer | None = documented("The most tokens to write per answer; 16 if left out.", minimum=1)
     logprobs: Int32 | None = documented("How many alternatives per token.", minimum=0, maximum=MAX_LOGPROBS)
     echo: bool | None = Field(default=None, description="Return the prompt in front of the answer.")

@@ -56,6 +56,7 @@ class AppState:
 
     async def off_loop(self, work: Callable[[], T], num_chars: int) -> T:
         """Runs text work without holding up the other connections when there is much text."""
-        if num_chars <= INLINE_CHARS:
-            return work()
+        return work() if num_chars <= INLINE_CHARS else await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)

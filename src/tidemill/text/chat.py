@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -36,6 +36,10 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         self._template = _compile(source)
         self._tool_template = None if tool_source is None else _compile(tool_source)
+        self.variables: frozenset[str] = frozenset().union(
+            *(_variables(text) for text in (source, tool_source) if text is not None)
+        )
+        """The names a template reads from outside: whatever else it is given has no effect."""
 
     def render(
         self,
@@ -157,15 +161,24 @@ def _read(path: Path) -> str:
         raise BadCheckpoint(f"{path} cannot be read", cause=str(error), fix="check the file") from error
 
 
-def _compile(source: str) -> jinja2.Template:
+def _variables(source: str) -> set[str]:
+    environment = _environment()
+    return meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _compile(source: str) -> jinja2.Template:
     try:
-        return environment.from_string(source)
+        return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template has a syntax error on line {error.lineno}: {error.message}",

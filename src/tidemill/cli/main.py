@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from importlib import import_module
 
 import click
@@ -61,6 +62,14 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        unexpected = TidemillError(
+            "tidemill failed in a way it did not foresee",
+            cause=f"{type(error).__name__}: {error}",
+            fix="report it with the lines above; TIDEMILL_LOG_LEVEL=debug tells more",
+        )
+        sys.exit(f"\n{unexpected.report()}")
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -5,10 +5,21 @@ Works on any device and dtype. Knows tensors only, nothing of models, requests o
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+
+ARM = platform.machine() in ("aarch64", "arm64")
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x Wᵀ + b. With a dozen to a hundred rows, OpenBLAS on ARM multiplies W xᵀ up to 1.4 times faster."""
+    if ARM and x.dtype == torch.float32 and x.device.type == "cpu" and 8 < x.shape[0] <= 128:
+        out = torch.mm(weight, x.t()).t()
+        return out.contiguous() if bias is None else out + bias
+    return F.linear(x, weight, bias)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -7,7 +7,6 @@ ends with the real cause, and the engine is started again, unless it keeps dying
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -94,7 +93,6 @@ class EngineClient:
         self._counted = Stats()
         self._ping_sent: float | None = None
         self._last_heard = time.monotonic()
-        self._nonces = itertools.count()
         self._num_requests = 0
         self._restart: asyncio.Task[None] | None = None
 
@@ -171,7 +169,7 @@ class EngineClient:
             silent_since = min(silent_since, self._last_heard)
         if self._ping_sent is None:
             self._ping_sent = now
-            self._send(Ping(next(self._nonces)))
+            self._send(Ping())
         if now - silent_since > self.stall_timeout:
             raise EngineStalled(
                 f"the engine has not answered for {now - silent_since:.0f} s",

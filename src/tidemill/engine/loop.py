@@ -30,7 +30,7 @@ def run_loop(core: EngineCore, inbox: Inbox, emit: Callable[[Any], None]) -> Non
             elif isinstance(message, Abort):
                 core.abort(message.ids)
             elif isinstance(message, Ping):
-                emit(Pong(message.nonce))
+                emit(Pong())
         if core.has_work:
             outputs.extend(core.step())
         if outputs or messages:

@@ -42,7 +42,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    nonce: int
+    """Client to engine: a sign of life, please."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    nonce: int
+    """Engine to client: the loop is turning."""
 
 
 @dataclass(frozen=True, slots=True)

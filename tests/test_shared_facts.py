@@ -1,0 +1,16 @@
+"""Facts that planning needs without torch and execution needs with it, written in two rooms: they must stay equal."""
+
+from __future__ import annotations
+
+from tidemill import config
+from tidemill.layers import attention
+from tidemill.models.config import ACTIVATIONS
+from tidemill.ops import reference
+
+
+def test_the_plan_counts_as_many_gathered_tokens_as_attention_gathers():
+    assert config.GATHERED_TOKENS == attention.MAX_GATHERED_TOKENS
+
+
+def test_every_activation_a_config_may_name_exists_and_the_other_way_round():
+    assert set(ACTIVATIONS) == set(reference.ACTIVATIONS)

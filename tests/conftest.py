@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.gguf_reference import transformers_reading
 from tests.helpers.server import Server, start_server
+from tidemill.weights.location import locate
 
 
 @pytest.fixture(scope="session")
@@ -17,17 +19,11 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def transformers_smollm2() -> Any:
-    """The default model as transformers reads it, dequantised to float32. Once: it takes half a minute."""
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
+def transformers_smollm2(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The default model as transformers reads it. Once a session: it takes a while."""
+    return transformers_reading(locate("smollm2").path, tmp_path_factory.mktemp("smollm2"))
 
-    from tidemill.weights.location import locate
 
-    path = locate("smollm2").path
-    return AutoModelForCausalLM.from_pretrained(
-        path.parent,
-        gguf_file=path.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    ).eval()
+@pytest.fixture(scope="session")
+def transformers_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return transformers_reading(locate("gemma3-270m").path, tmp_path_factory.mktemp("gemma3"))

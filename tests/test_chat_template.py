@@ -8,8 +8,11 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from tidemill.errors import ConfigError, InvalidRequest
-from tidemill.text.chat import ChatTemplate, load_chat_template
+from tests.helpers.chat_templates import COMMAND_R, FAMILIES, GRANITE, LLAMA31, PARTS_ONLY, PARTS_OR_TEXT, QWEN3, QWEN25
+from tidemill.errors import BadCheckpoint, ConfigError, InvalidRequest, UnsupportedParameter
+from tidemill.text.chat import ChatTemplate, refuse_media
+from tidemill.text.chat_files import load_chat_template
+from tidemill.text.template_environment import plain
 from tidemill.weights.location import ModelFiles, locate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -103,8 +106,12 @@ def reference():
     return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
 
 
+def load(place, override=None, special=SPECIAL) -> ChatTemplate | None:
+    return load_chat_template([place if isinstance(place, ModelFiles) else files(place)], special, override)
+
+
 def smollm2_source() -> str:
-    template = load_chat_template(locate("smollm2"), None)
+    template = load(locate("smollm2"))
     assert template is not None
     return template.source
 
@@ -125,7 +132,7 @@ def test_rendering_equals_transformers(reference, name, chat, add_generation_pro
 
 
 def test_smollm2_says_its_system_prompt():
-    template = load_chat_template(locate("smollm2"), None)
+    template = load(locate("smollm2"))
     assert template.render([{"role": "user", "content": "hi"}]) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -136,7 +143,7 @@ def test_tools_documents_and_keywords_reach_the_template(reference):
     chat = CHATS["one turn"]
     call = {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
     turns = [*chat, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    ours = ChatTemplate(QWEN, SPECIAL).render(turns, tools=TOOLS, enable_thinking=False)
+    ours = ChatTemplate(QWEN, SPECIAL).render(turns, tools=TOOLS, kwargs={"enable_thinking": False})
     theirs = reference.apply_chat_template(
         turns, chat_template=QWEN, tools=TOOLS, enable_thinking=False, tokenize=False, add_generation_prompt=True
     )
@@ -210,7 +217,7 @@ class TestRefusals:
         path.write_text("fine\n{% if %}\n")
         (tmp_path / "config.json").write_text("{}")
         with pytest.raises(ConfigError, match="line 2"):
-            load_chat_template(files(tmp_path), str(path))
+            load(tmp_path, str(path))
 
     @pytest.mark.parametrize(
         "source",
@@ -231,14 +238,182 @@ class TestRefusals:
         assert chat == [{"role": "user", "content": "x"}]
 
 
+TEXT_PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+
+class TestContent:
+    """Content is text or a list of parts; a template that loops over it takes parts, as vLLM tells."""
+
+    @pytest.mark.parametrize(
+        ("source", "wanted"),
+        [
+            *((source, "string") for name, source in FAMILIES.items() if name != "parts or text"),
+            (PARTS_ONLY, "openai"),
+            (PARTS_OR_TEXT, "openai"),
+            (MULTIPART, "openai"),
+            ("{% for m in messages[1:] %}{% set c = m.content %}{% for part in c %}{% endfor %}{% endfor %}", "openai"),
+            ("{% set ns = namespace(turns=messages) %}{% for m in ns.turns %}{% for p in m['content'] %}{% endfor %}"
+             "{% endfor %}", "openai"),
+            ("{% set last = messages | last %}{% for p in last.get('content') or [] %}{% endfor %}", "openai"),
+            ("{% for m in messages %}{% for line in m.content.split('x') %}{% endfor %}{% endfor %}", "string"),
+            ("{% for m in messages %}{% for call in m.tool_calls %}{{ call }}{% endfor %}{% endfor %}", "string"),
+        ],
+    )  # fmt: skip
+    def test_the_format_is_read_from_the_template(self, source, wanted):
+        assert ChatTemplate(source, {}).content_format == wanted
+
+    def test_parts_become_lines_where_a_template_takes_text(self):
+        chat = [{"role": "user", "content": TEXT_PARTS}]
+        assert "<|im_start|>user\none\ntwo<|im_end|>" in ChatTemplate(QWEN25, SPECIAL).render(chat)
+        assert ChatTemplate(QWEN25, SPECIAL).render(chat) == ChatTemplate(QWEN25, SPECIAL).render(
+            [{"role": "user", "content": "one\ntwo"}]
+        )
+
+    @pytest.mark.parametrize("source", [PARTS_ONLY, PARTS_OR_TEXT, MULTIPART])
+    def test_parts_stay_parts_where_a_template_loops_over_them(self, reference, source):
+        chat = [{"role": "user", "content": TEXT_PARTS}]
+        expected = reference.apply_chat_template(chat, chat_template=source, tokenize=False, add_generation_prompt=True)
+        assert ChatTemplate(source, SPECIAL).render(chat) == expected
+        assert "onetwo" in expected
+
+    def test_text_becomes_a_part_where_a_template_only_loops(self, reference):
+        """transformers would give it the letters one by one."""
+        as_parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+        expected = reference.apply_chat_template(
+            as_parts, chat_template=PARTS_ONLY, tokenize=False, add_generation_prompt=True
+        )
+        assert ChatTemplate(PARTS_ONLY, SPECIAL).render([{"role": "user", "content": "Hello"}]) == expected
+        assert "Hello" in expected
+
+    def test_a_format_that_is_asked_for_wins(self):
+        chat = [{"role": "user", "content": TEXT_PARTS}]
+        template = ChatTemplate("{{ messages[0].content | tojson }}", {})
+        assert template.render(chat) == '"one\\ntwo"'
+        assert json.loads(template.render(chat, content_format="openai")) == TEXT_PARTS
+        text = [{"role": "user", "content": "Hello"}]
+        assert json.loads(template.render(text, content_format="openai")) == [{"type": "text", "text": "Hello"}]
+        assert ChatTemplate(PARTS_OR_TEXT, SPECIAL).render(chat, content_format="string").count("one\ntwo") == 1
+
+    @pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {}}, {"type": "text"}, "text", 5])
+    def test_what_is_no_text_is_refused(self, part):
+        chat = [{"role": "user", "content": [part]}]
+        with pytest.raises(InvalidRequest, match="text model"):
+            refuse_media(chat)
+        with pytest.raises(InvalidRequest, match="text model"):
+            ChatTemplate(QWEN25, SPECIAL).render(chat)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        (QWEN3, {"messages", "tools", "add_generation_prompt", "enable_thinking"}),
+        (LLAMA31, {"messages", "tools", "add_generation_prompt", "bos_token", "custom_tools", "date_string",
+                   "tools_in_user_message"}),
+        (GRANITE, {"messages", "tools", "add_generation_prompt", "documents", "controls"}),
+        ("{% if a %}{% set b = 1 %}{% else %}{% set b = 2 %}{% endif %}{{ b }}", {"a"}),
+        ("{% set a = a + 1 %}{% set b = [] %}{% for c in b %}{{ c }}{% endfor %}", {"a"}),
+        ("{% set b = 1 %}{{ namespace(x=b).x }}{{ strftime_now('%Y') }}", set()),
+    ],
+)  # fmt: skip
+def test_the_variables_of_a_template_are_those_it_reads_from_outside(source, names):
+    assert ChatTemplate(source, {}).variables == names
+
+
+class TestUnread:
+    """What a template does not read would be ignored: it is refused by name, with what would work."""
+
+    def refused(self, source, *args, **kwargs) -> UnsupportedParameter:
+        with pytest.raises(UnsupportedParameter) as caught:
+            ChatTemplate(source, SPECIAL).refuse_unread(*args, **kwargs)
+        assert caught.value.fix
+        return caught.value
+
+    def test_what_is_read_passes(self):
+        ChatTemplate(LLAMA31, SPECIAL).refuse_unread(tools=TOOLS, kwargs={"date_string": "x", "custom_tools": []})
+        ChatTemplate(QWEN3, SPECIAL).refuse_unread(
+            [{"role": "assistant", "content": "", "tool_calls": [{}], "reasoning": "r"}], tools=TOOLS
+        )
+        ChatTemplate(GRANITE, SPECIAL).refuse_unread(tools=TOOLS, documents=[{"text": "x"}], kwargs={"controls": {}})
+        ChatTemplate(COMMAND_R, SPECIAL).refuse_unread(tools=TOOLS)
+
+    def test_nothing_given_is_nothing_ignored(self):
+        ChatTemplate("fixed", {}).refuse_unread([{"role": "user", "tool_calls": []}], tools=[], documents=[], kwargs={})
+
+    def test_tools_and_documents(self):
+        assert self.refused(FAMILIES["gemma"], tools=TOOLS).param == "tools"
+        assert self.refused(QWEN25, documents=[{"text": "x"}]).param == "documents"
+
+    def test_another_of_the_models_templates_is_named(self):
+        problem = self.refused(COMMAND_R, documents=[{"text": "x"}])
+        assert problem.param == "documents"
+        assert "--chat-template rag" in problem.fix
+
+    def test_keywords(self):
+        problem = self.refused(QWEN3, kwargs={"enable_dreaming": True})
+        assert problem.param == "chat_template_kwargs.enable_dreaming"
+        assert "enable_thinking" in problem.fix
+
+    def test_fields_of_messages(self):
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
+        assert self.refused(FAMILIES["phi 3"], turns).param == "messages[1].tool_calls"
+        turns = [{"role": "assistant", "content": "", "reasoning_content": "hm"}]
+        assert self.refused(QWEN25, turns).param == "messages[0].reasoning_content"
+
+    @pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt"])
+    def test_keywords_cannot_stand_in_for_parameters(self, name):
+        with pytest.raises(InvalidRequest, match=name):
+            ChatTemplate(QWEN3, SPECIAL).refuse_unread(kwargs={name: []})
+
+
+class TestSandbox:
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{% set ns = namespace(__class__=1) %}{{ ns }}",
+            "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
+            "{% set ns = namespace({'_x': 1}) %}",
+            "{{ dict.mro() }}",
+            "{{ dict.__subclasses__() }}",
+        ],
+    )
+    def test_scratch_space_leads_nowhere(self, source):
+        with pytest.raises(InvalidRequest):
+            ChatTemplate(source, {}).render([])
+
+    def test_scratch_space_works(self):
+        source = "{% set ns = namespace({'a': 1}, self=2) %}{% set ns.b = 3 %}{{ ns.a }}{{ ns.self }}{{ ns.b }}"
+        source += "{{ dict(a=1).a }}{{ dict.fromkeys('xy', 0).y }}"
+        assert ChatTemplate(source, {}).render([]) == "12310"
+
+    def test_templates_see_plain_data_only(self):
+        class Text(str):
+            def leave(self):
+                return "out"
+
+        class Model:
+            def model_dump(self):
+                return {"role": "user"}
+
+        assert type(plain(Text("x"))) is str
+        assert plain([Text("x"), (1, True), {"a": Model()}, object]) == [
+            "x",
+            [1, True],
+            {"a": {"role": "user"}},
+            "<type>",
+        ]
+        chat = [{"role": "user", "content": Text("hi")}]
+        with pytest.raises(InvalidRequest):
+            ChatTemplate("{{ messages[0].content.leave() }}", {}).render(chat)
+
+
 class TestWhereTemplatesAre:
     def test_a_folder_without_one(self, tmp_path):
-        assert load_chat_template(files(tmp_path), None) is None
+        assert load(tmp_path) is None
 
     def test_tokenizer_config(self, tmp_path):
         config = {"chat_template": "{{ bos_token }}A", "bos_token": {"content": "<s>"}, "added_tokens_decoder": {}}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        assert load_chat_template(files(tmp_path), None).render([]) == "<s>A"
+        assert load(tmp_path).render([]) == "<s>A"
 
     def test_named_templates_are_chosen_by_the_presence_of_tools(self, tmp_path):
         named = [
@@ -246,18 +421,18 @@ class TestWhereTemplatesAre:
             {"name": "tool_use", "template": "{{ tools | length }} tools"},
         ]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-        template = load_chat_template(files(tmp_path), None)
+        template = load(tmp_path)
         assert template.render([]) == "plain"
         assert template.render([], tools=TOOLS) == "1 tools"
 
     def test_files_of_their_own_win(self, tmp_path):
         (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
         (tmp_path / "chat_template.json").write_text('{"chat_template": "json"}')
-        assert load_chat_template(files(tmp_path), None).source == "json"
+        assert load(tmp_path).source == "json"
         (tmp_path / "chat_template.jinja").write_text("jinja")
         (tmp_path / "additional_chat_templates").mkdir()
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
-        template = load_chat_template(files(tmp_path), None)
+        template = load(tmp_path)
         assert (template.render([]), template.render([], tools=TOOLS)) == ("jinja", "tools")
 
     def test_gguf_metadata(self, tmp_path):
@@ -271,17 +446,43 @@ class TestWhereTemplatesAre:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        template = load_chat_template(ModelFiles("gguf", tmp_path / "m.gguf", "m"), None)
+        template = load(ModelFiles("gguf", tmp_path / "m.gguf", "m"))
         assert (template.render([]), template.render([], tools=TOOLS)) == ("<s>", "tools")
 
     def test_the_users_choice_wins_as_text_or_as_a_path(self, tmp_path):
         (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "own", "eos_token": "</s>"}')
         path = tmp_path / "mine.jinja"
         path.write_text("mine{{ eos_token }}")
-        assert load_chat_template(files(tmp_path), str(path)).render([]) == "mine</s>"
-        assert load_chat_template(files(tmp_path), "{{ 'text' }}").render([]) == "text"
+        assert load(tmp_path, str(path)).render([]) == "mine</s>"
+        assert load(tmp_path, "{{ 'text' }}").render([]) == "text"
+
+    def test_the_name_of_one_of_the_models_templates_is_a_choice(self, tmp_path):
+        named = [{"name": name, "template": text} for name, text in COMMAND_R.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+        template = load(tmp_path, "rag")
+        assert template.source == COMMAND_R["rag"]
+        template.refuse_unread(documents=[{"text": "x"}])
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path, "ragg")
+        assert "rag" in caught.value.cause and "tool_use" in caught.value.cause
+
+    def test_a_template_that_is_no_text_is_told_at_load(self, tmp_path):
+        (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default"}]}')
+        with pytest.raises(BadCheckpoint, match=r"tokenizer_config\.json"):
+            load(tmp_path)
+
+    def test_the_first_place_that_has_one_counts(self, tmp_path):
+        """A tokenizer taken from elsewhere brings its template along."""
+        model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+        for folder in (model, tokenizer):
+            folder.mkdir()
+        (model / "chat_template.jinja").write_text("model")
+        places = [files(tokenizer), files(model)]
+        assert load_chat_template(places, {}).source == "model"
+        (tokenizer / "chat_template.jinja").write_text("tokenizer")
+        assert load_chat_template(places, {}).source == "tokenizer"
 
     def test_a_path_that_is_not_there(self, tmp_path):
         with pytest.raises(ConfigError, match=r"nowhere\.jinja") as caught:
-            load_chat_template(files(tmp_path), "nowhere.jinja")
+            load(tmp_path, "nowhere.jinja")
         assert caught.value.param == "chat_template"

@@ -10,6 +10,7 @@ import pytest
 from tidemill.config import EngineArgs, EngineConfig, ModelFacts, log_level, resolve
 from tidemill.errors import ConfigError, OutOfMemory, StartupError
 from tidemill.hardware import Hardware
+from tidemill.models.registry import describe
 
 GIB = 2**30
 MACHINE = Hardware(
@@ -36,7 +37,9 @@ FACTS = ModelFacts(
     path="/models/some",
     kind="folder",
     origin="some",
-    raw_config=RAW,
+    shape=describe(RAW).shape,
+    impl="native",
+    impl_why="a native architecture",
     num_parameters=300_000_000,
     stored_dtype="BF16",
     eos_ids=(2, 99_999),
@@ -214,10 +217,44 @@ def test_end_tokens_outside_the_vocabulary_are_dropped():
     assert resolved().eos_ids == [2]
 
 
-def test_an_unknown_architecture_lists_the_known_ones():
-    problem = refusal(facts=replace(FACTS, raw_config={**RAW, "architectures": ["GPT5"]}))
-    assert "GPT5" in problem.message
-    assert problem.cause is not None and "LlamaForCausalLM" in problem.cause
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 32000,
+    "sliding_window": 512,
+    "max_position_embeddings": 32768,
+}
+
+
+def test_layers_with_a_window_keep_only_their_window_and_the_saving_is_told():
+    """Gemma 3 has five local layers to a global one: at 8k it must hold at least three times what a plain cache does."""
+    config = resolved(facts=replace(FACTS, shape=describe(GEMMA).shape), max_model_len=8192, max_num_batched_tokens=512)
+    assert config.block_windows == [512] * 5 + [None]
+    plain_request = 8192 * 18 * 2 * 256 * 2
+    assert config.full_length_requests >= 3 * config.kv_bytes / plain_request
+    assert config.cache_saving == pytest.approx(config.full_length_requests * plain_request / config.kv_bytes)
+    assert "15 of 18 layers" in config.why["cache_saving"]
+
+
+def test_a_context_longer_than_the_window_costs_only_the_layers_that_see_it():
+    """What one more token costs at most: the three global layers' share."""
+    facts = replace(FACTS, shape=describe(GEMMA).shape)
+    short, long = (resolved(facts=facts, max_model_len=length, max_num_seqs=1) for length in (8192, 16384))
+    assert long.kv_bytes - short.kv_bytes == 8192 * 3 * 2 * 256 * 2
+
+
+def test_the_longest_context_that_fits_is_found_with_windows_too():
+    facts = replace(FACTS, shape=describe(GEMMA).shape)
+    config = resolved(facts=facts, num_gpu_blocks_override=1000)
+    asked = resolved(facts=facts, num_gpu_blocks_override=1000, max_model_len=config.max_model_len)
+    assert asked.full_length_requests >= 1.0
+    problem = refusal(facts=facts, num_gpu_blocks_override=1000, max_model_len=config.max_model_len + 1)
+    assert f"--max-model-len {config.max_model_len}" in problem.fix
 
 
 def test_the_log_level_comes_from_the_environment(monkeypatch):

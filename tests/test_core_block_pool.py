@@ -77,13 +77,14 @@ def test_second_block_with_the_same_content_does_not_replace_the_first():
     pool.check()
 
 
-def test_forgotten_blocks_are_not_found_but_stay_held():
+def test_forgotten_content_is_not_found_but_its_block_stays_held():
     pool = BlockPool(2)
     first, second = pool.allocate(2)
     pool.commit(first, b"a")
     pool.commit(second, b"b")
-    pool.forget([first])
-    assert pool.match([b"a"]) == [] and pool.match([b"b"]) == [second]
+    pool.forget([b"a", b"unknown"])
+    assert b"a" not in pool and pool.match([b"a"]) == []
+    assert b"b" in pool and pool.match([b"b"]) == [second]
     assert pool.num_free == 0
     pool.forget_all()
     assert pool.match([b"b"]) == []

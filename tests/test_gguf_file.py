@@ -60,7 +60,7 @@ def test_everything_written_is_read(tmp_path, endianess, alignment):
     assert file.tensors["dense"].shape == (2, 3, 4)
     assert file.tensors["dense"].offset % (alignment or 32) == 0
     order = ">f4" if file.big_endian else "<f4"
-    assert np.array_equal(file.raw("dense").view(order).reshape(2, 3, 4), DENSE)
+    assert np.array_equal(file.raw(file.tensors["dense"]).view(order).reshape(2, 3, 4), DENSE)
     assert (file.tensors["blocks"].type, file.tensors["blocks"].shape) == ("Q8_0", (2, 64))
     assert file.tensors["blocks"].nbytes == 4 * 34
 

@@ -63,6 +63,14 @@ CHAT_FIELDS = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"enable_dreaming": True}}, "chat_template_kwargs.enable_dreaming"),
     ({"documents": [{"text": "The tide is low."}]}, "documents"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}, "tools"),
+    ({"tools": "f", "tool_choice": "none"}, "tools"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]},
+     "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "5"}}]}]},
+     "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [{"role": "assistant", "content": "Hi", "reasoning_content": "hm"}]},
+     "messages[0].reasoning_content"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
 ]  # fmt: skip
 
@@ -128,6 +136,7 @@ PROMPTS = [
 UNSUPPORTED = [
     (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"functions": [{"name": "f"}]}, "functions"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),

@@ -46,7 +46,7 @@ def shortened(body: Any) -> Any:
 def meaningful(body: dict[str, Any]) -> dict[str, Any]:
     """A valid body made servable, in what a schema cannot say: names and ids that exist, fields that agree."""
     body = {name: value for name, value in body.items() if name not in ("model", "priority", "stream_options")}
-    for name in ("min_tokens", "documents", "chat_template_kwargs"):
+    for name in ("min_tokens", "documents", "chat_template_kwargs", "tools"):
         body.pop(name, None)
     if body.get("max_completion_tokens") is not None:
         body.pop("max_tokens", None)
@@ -60,7 +60,8 @@ def meaningful(body: dict[str, Any]) -> dict[str, Any]:
     if body.get("truncate_prompt_tokens") == 0:
         del body["truncate_prompt_tokens"]
     if "messages" in body:
-        body["messages"] = [{**message, "tool_calls": None} for message in body["messages"]]
+        unread = dict.fromkeys(("tool_calls", "reasoning_content", "reasoning"))
+        body["messages"] = [{**message, **unread} for message in body["messages"]]
     for name in ("prompt", "stop_token_ids", "allowed_token_ids", "tokens"):
         if name in body:
             body[name] = with_known_ids(body[name])

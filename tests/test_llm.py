@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from tests.helpers.chat_templates import COMMAND_R, GRANITE, PARTS_ONLY, QWEN3
+from tests.helpers.checkpoints import write_checkpoint
 from tidemill import LLM, SamplingParams
-from tidemill.errors import ContextTooLong, InvalidRequest
+from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, UnsupportedParameter
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,132 @@ def test_content_parts_are_joined_and_other_kinds_refused(llm):
     assert "Say\nhello." in output.prompt
     with pytest.raises(InvalidRequest, match="image_url"):
         llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], params, use_tqdm=False)
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+SHORT = SamplingParams(temperature=0, max_tokens=1)
+
+
+def weather(city: str):
+    """
+    Tells the weather.
+
+    Args:
+        city: Where.
+    """
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "Where."}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+def prompt_of(llm: LLM, messages=HELLO, **options) -> str:
+    """What the template makes of a chat, seen through a real request."""
+    (output,) = llm.chat(messages, SHORT, use_tqdm=False, **options)
+    assert output.prompt_token_ids == llm.tokenizer.encode(output.prompt, add_special_tokens=False)
+    return output.prompt
+
+
+class TestChat:
+    def test_tools_are_schemas_or_functions(self, llm):
+        by_schema = prompt_of(llm, chat_template=QWEN3, tools=[WEATHER])
+        assert json.dumps(WEATHER) in by_schema
+        assert prompt_of(llm, chat_template=QWEN3, tools=[weather]) == by_schema
+
+    @pytest.mark.parametrize("tool", [5, lambda city: None], ids=["a number", "without a docstring"])
+    def test_other_tools_are_refused(self, llm, tool):
+        with pytest.raises(InvalidRequest) as caught:
+            prompt_of(llm, chat_template=QWEN3, tools=[tool])
+        assert caught.value.param == "tools"
+
+    def test_documents_and_keywords(self, llm):
+        documents = [{"title": "Tides", "text": "They rise."}]
+        kwargs = {"controls": {"length": "short"}}
+        prompt = prompt_of(llm, chat_template=GRANITE, documents=documents, chat_template_kwargs=kwargs)
+        assert "They rise." in prompt and '{"length": "short"}' in prompt
+
+    def test_what_the_template_does_not_read_is_refused(self, llm):
+        for given, param in (
+            ({"tools": [WEATHER]}, "tools"),
+            ({"documents": [{"text": "x"}]}, "documents"),
+            ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
+        ):
+            with pytest.raises(UnsupportedParameter) as caught:
+                prompt_of(llm, **given)
+            assert caught.value.param == param
+
+    def test_a_template_may_come_as_text_or_as_a_file(self, llm, tmp_path):
+        path = tmp_path / "mine.jinja"
+        path.write_text("{{ messages[0].content }} from a file{{ eos_token }}")
+        assert prompt_of(llm, chat_template=str(path)) == "Hello from a file<|im_end|>"
+        assert prompt_of(llm, chat_template="{{ messages[0].content }}!") == "Hello!"
+        with pytest.raises(ConfigError, match="nowhere"):
+            prompt_of(llm, chat_template="nowhere.jinja")
+
+    def test_the_final_message_is_continued(self, llm):
+        chat = [*HELLO, {"role": "assistant", "content": "Hi there, my"}]
+        assert prompt_of(llm, chat, continue_final_message=True).endswith("<|im_start|>assistant\nHi there, my")
+        assert not prompt_of(llm, add_generation_prompt=False).endswith("assistant\n")
+        with pytest.raises(InvalidRequest, match="exclude each other"):
+            prompt_of(llm, chat, continue_final_message=True, add_generation_prompt=True)
+
+    def test_the_format_of_content_follows_the_template_or_the_caller(self, llm):
+        assert prompt_of(llm, chat_template=PARTS_ONLY) == "User:Hello<end>\nAssistant:"
+        as_json = "{{ messages[0].content | tojson }}"
+        assert prompt_of(llm, chat_template=as_json) == '"Hello"'
+        shaped = prompt_of(llm, chat_template=as_json, chat_template_content_format="openai")
+        assert json.loads(shaped) == [{"type": "text", "text": "Hello"}]
+        with pytest.raises(InvalidRequest) as caught:
+            prompt_of(llm, chat_template_content_format="xml")
+        assert caught.value.param == "chat_template_content_format"
+
+    def test_calls_and_their_results_are_part_of_the_history(self, llm):
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+        chat = [
+            *HELLO,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+        ]
+        prompt = prompt_of(llm, chat, chat_template=QWEN3, tools=[WEATHER])
+        assert '{"name": "weather", "arguments": {"city": "Zürich"}}' in prompt
+        assert "<tool_response>\nsunny\n</tool_response>" in prompt
+        with pytest.raises(UnsupportedParameter) as caught:
+            prompt_of(llm, chat)
+        assert caught.value.param == "messages[1].tool_calls"
+
+    def test_conversations_are_rendered_one_by_one(self, llm):
+        outputs = llm.chat([HELLO, [{"role": "user", "content": "Bye"}]], SHORT, use_tqdm=False)
+        assert ["Hello" in output.prompt for output in outputs] == [True, False]
+
+
+def test_the_name_of_a_template_is_enough(tmp_path):
+    named = [{"name": name, "template": text} for name, text in COMMAND_R.items()]
+    write_checkpoint(tmp_path, "Llama")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "bos_token": "w1"}))
+    llm = LLM(str(tmp_path), dtype="float32", max_num_seqs=1)
+    with pytest.raises(UnsupportedParameter, match="documents"):
+        prompt_of(llm, documents=[{"text": "x"}])
+    assert "text: x" in prompt_of(llm, documents=[{"text": "x"}], chat_template="rag")
+
+
+def test_a_model_without_a_template_generates_but_does_not_chat(tmp_path):
+    write_checkpoint(tmp_path, "Llama")
+    llm = LLM(str(tmp_path), dtype="float32", max_num_seqs=1)
+    assert len(say(llm, "w1 w2", max_tokens=3, ignore_eos=True).outputs[0].token_ids) == 3
+    with pytest.raises(InvalidRequest, match="no chat template") as caught:
+        prompt_of(llm)
+    assert "chat_template=" in caught.value.fix and "generate()" in caught.value.fix
+    assert prompt_of(llm, chat_template="{% for message in messages %}w{{ loop.index }}{% endfor %}") == "w1"
 
 
 def test_n_choices_differ_and_seeds_repeat(llm):

@@ -3,14 +3,15 @@ batch with chunked prefill, prefix hits and preemption."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
+import transformers
 
-from tests.helpers.checkpoints import greedy, reset_rope, write_checkpoint
+from tests.helpers.checkpoints import TINY, greedy, reset_rope, write_checkpoint, write_model
+from tests.helpers.parity import assert_same_logits, assert_same_tokens, prompts_for, reference_of
 from tidemill import LLM, SamplingParams
-from tidemill.errors import BadCheckpoint, UnsupportedModel
+from tidemill.errors import BadCheckpoint, ConfigError, UnsupportedModel
+from tidemill.models.registry import describe
 
 CASES = {
     "llama": ("Llama", {}),
@@ -25,13 +26,6 @@ CASES = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "rope-theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "rope-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
-    "rope-dynamic": (
-        "Llama",
-        {
-            "max_position_embeddings": 32,
-            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0},
-        },
-    ),
     "rope-llama3": (
         "Llama",
         {
@@ -71,6 +65,31 @@ CASES = {
             }
         },
     ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "rope_theta": 10000.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
+}
+
+BY_LENGTH = {
+    "rope-dynamic": (
+        "Llama",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0},
+        },
+    ),
     "rope-longrope": (
         "Llama",
         {
@@ -85,33 +104,44 @@ CASES = {
         },
     ),
 }
+"""Rotations that depend on how long the sequence is: transformers looks at each forward pass, so only its own
+generation, token by token, is the same computation."""
+
+
+def write(name, tmp_path_factory):
+    family, config = {**CASES, **BY_LENGTH}[name]
+    folder = tmp_path_factory.mktemp(name)
+    return write_checkpoint(folder, family, **config), str(folder)
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    family, config = CASES[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
-    return write_checkpoint(folder, family, **config), str(folder)
+    return write(request.param, tmp_path_factory)
 
 
-def prompts_for(seed: int) -> list[list[int]]:
-    """Lengths around block and window edges; some share a prefix of more than a block."""
-    rng = random.Random(seed)
-    shared = [rng.randrange(200) for _ in range(24)]
-    lengths = (1, 4, 15, 16, 17, 40, 60)
-    prompts = [[rng.randrange(200) for _ in range(length)] for length in lengths]
-    return prompts + [shared + [rng.randrange(200) for _ in range(extra)] for extra in (0, 3, 9)]
+@pytest.fixture(scope="module", params=BY_LENGTH)
+def case_by_length(request, tmp_path_factory):
+    return write(request.param, tmp_path_factory)
 
 
 def test_same_tokens_as_transformers_in_a_mixed_batch_with_chunks_hits_and_preemption(case):
     model, folder = case
-    max_len = model.config.max_position_embeddings if "dynamic" not in str(model.config) else 96
-    prompts = [prompt for prompt in prompts_for(1) if len(prompt) + 20 <= max_len]
+    assert_same_tokens(reference_of(model), folder)
+
+
+def test_logits_equal_transformers(case):
+    model, folder = case
+    assert_same_logits(reference_of(model), folder)
+
+
+def test_rotations_by_length_give_the_tokens_of_transformers_own_generation(case_by_length):
+    model, folder = case_by_length
+    prompts = prompts_for(1)
     llm = LLM(
         folder,
         dtype="float32",
         block_size=4,
-        max_model_len=max_len,
+        max_model_len=96,
         max_num_batched_tokens=13,
         max_num_seqs=6,
         num_gpu_blocks_override=40,
@@ -125,19 +155,23 @@ def test_same_tokens_as_transformers_in_a_mixed_batch_with_chunks_hits_and_preem
     assert stats.preemptions > 0 and stats.prefix_hits > 0 and stats.kv_usage == 0
 
 
-def test_logits_equal_transformers(case):
-    model, folder = case
-    llm = LLM(folder, dtype="float32", block_size=4, max_num_batched_tokens=7, max_num_seqs=4)
-    prompt = prompts_for(2)[4]
+def test_rotations_by_length_give_the_logits_of_one_forward_pass(case_by_length):
+    model, folder = case_by_length
     reset_rope(model)
-    with torch.no_grad():
-        want = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    (output,) = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=20), use_tqdm=False)
-    assert output.prompt_logprobs[0] is None
-    for position, scores in enumerate(output.prompt_logprobs[1:]):
-        assert prompt[position + 1] in scores
-        for token, score in scores.items():
-            assert abs(score.logprob - want[position, token].item()) < 1e-4
+    assert_same_logits(reference_of(model), folder, max_model_len=96)
+
+
+@pytest.mark.parametrize(("part", "tied"), [("mistral", False), ("ministral3", True)])
+def test_the_text_part_of_a_model_of_text_and_images(tmp_path, part, tied):
+    torch.manual_seed(0)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Mistral3Config(
+        text_config={**TINY, "model_type": part, "head_dim": 16, "sliding_window": None},
+        vision_config={**vision, "model_type": "pixtral", "image_size": 28, "patch_size": 14},
+        tie_word_embeddings=tied,
+    )
+    model = write_model(tmp_path, transformers.Mistral3ForConditionalGeneration(config))
+    assert_same_logits(reference_of(model), str(tmp_path))
 
 
 def test_shards_with_an_index_load(tmp_path):
@@ -164,10 +198,16 @@ def test_missing_tensor_is_named(tmp_path):
         LLM(str(tmp_path), dtype="float32")
 
 
-def test_unknown_architecture_lists_what_is_supported(tmp_path):
+def test_unknown_architecture_lists_what_is_native():
+    with pytest.raises(UnsupportedModel) as caught:
+        describe({"architectures": ["UnheardOfForCausalLM"]})
+    assert "UnheardOf" in caught.value.message and "LlamaForCausalLM" in caught.value.cause
+
+
+def test_unknown_architecture_asked_to_run_natively_is_refused(tmp_path):
     write_checkpoint(tmp_path, "Llama")
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLM", "UnheardOfForCausalLM"))
-    with pytest.raises(UnsupportedModel) as caught:
-        LLM(str(tmp_path))
-    assert "UnheardOf" in caught.value.message and "LlamaForCausalLM" in caught.value.cause
+    with pytest.raises(ConfigError, match="UnheardOf") as caught:
+        LLM(str(tmp_path), model_impl="native")
+    assert caught.value.param == "model_impl"

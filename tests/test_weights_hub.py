@@ -24,7 +24,12 @@ REPOS = {
     },
     "org/one-gguf": {"README.md": b"", "model-Q4_K_M.gguf": b"gguf", "config.json": b"{}"},
     "org/many-ggufs": {"m-Q4_K_M.gguf": b"q4", "m-Q8_0.gguf": b"q8"},
-    "org/pickle": {"config.json": b"{}", "pytorch_model.bin": b"pickle"},
+    "org/pickle": {
+        "config.json": b"{}",
+        "pytorch_model.bin": b"pickle",
+        "training_args.bin": b"x",
+        "optimizer.pt": b"x",
+    },
 }
 
 
@@ -104,9 +109,9 @@ from tidemill.errors import TidemillError
 from tidemill.weights.location import locate
 told = []
 try:
-    if sys.argv[3] == "tokenizer":
-        from tidemill.weights.hub import fetch_tokenizer
-        files = fetch_tokenizer(sys.argv[1], json.loads(sys.argv[2]))
+    if sys.argv[3] == "no weights":
+        from tidemill.weights.hub import fetch_without_weights
+        files = fetch_without_weights(sys.argv[1], json.loads(sys.argv[2]))
     else:
         files = locate(sys.argv[1], revision=json.loads(sys.argv[2]), on_progress=lambda *step: told.append(step))
     found = sorted(str(p.relative_to(files.path)) for p in files.path.rglob("*") if p.is_file())
@@ -147,10 +152,10 @@ def test_what_is_cached_works_offline(hub, tmp_path):
     assert offline["path"] == online["path"]
 
 
-def test_a_tokenizer_alone_brings_no_weights(hub, tmp_path):
-    found = locate_in_process(tmp_path, hub, "org/folder", what="tokenizer")
+def test_all_but_the_weights(hub, tmp_path):
+    found = locate_in_process(tmp_path, hub, "org/folder", what="no weights")
     assert found["files"] == ["chat_template.jinja", "config.json", "tokenizer.json"]
-    error = locate_in_process(tmp_path, hub, "org/typo", what="tokenizer")
+    error = locate_in_process(tmp_path, hub, "org/typo", what="no weights")
     assert "does not exist" in error["message"]
 
 
@@ -177,10 +182,9 @@ def test_a_gguf_that_is_not_there(hub, tmp_path):
     assert "has no file other.gguf" in error["message"]
 
 
-def test_pickles_are_refused(hub, tmp_path):
-    error = locate_in_process(tmp_path, hub, "org/pickle")
-    assert error["kind"] == "UnsupportedModel"
-    assert "pickled" in error["message"]
+def test_pickles_are_fetched_where_there_is_nothing_better_but_no_training_leftovers(hub, tmp_path):
+    found = locate_in_process(tmp_path, hub, "org/pickle")
+    assert (found["kind"], found["files"]) == ("folder", ["config.json", "pytorch_model.bin"])
 
 
 def test_a_gated_model_asks_for_terms_and_token(hub, tmp_path):

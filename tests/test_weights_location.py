@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tidemill.errors import ConfigError, ModelUnavailable, UnsupportedModel
 from tidemill.weights import aliases, pypi
-from tidemill.weights.aliases import WheelModel
+from tidemill.weights.aliases import Chunk, WheelModel
 from tidemill.weights.cache import list_cached, remove_cached
 from tidemill.weights.location import locate
 
@@ -211,6 +212,89 @@ class TestWheels:
         assert "network" in caught.value.fix
 
 
+class TestChunks:
+    """A file too large for one wheel lies in several, a chunk in each."""
+
+    PARTS = (b"GGUF" * 500, b"part two" * 300, b"end")
+
+    def model(self, parts=PARTS) -> WheelModel:
+        notice = hashlib.sha256(b"terms").hexdigest()
+        return WheelModel(
+            name="tiny",
+            package="tiny-weights",
+            version="1.0",
+            wheel_bytes=10_000,
+            kind="gguf",
+            root="tiny_weights/data",
+            members={"model.gguf": hashlib.sha256(b"".join(parts)).hexdigest(), "NOTICE.md": notice},
+            license="MIT",
+            chunks={
+                "model.gguf": tuple(
+                    Chunk(f"tiny-weights-part{n}", f"tiny_weights_part{n}/m.{n}", hashlib.sha256(part).hexdigest())
+                    for n, part in enumerate(parts)
+                )
+            },
+        )
+
+    def publish(self, index: Path, parts=PARTS) -> None:
+        write_wheel(index, {"tiny_weights/data/NOTICE.md": b"terms"})
+        for n, part in enumerate(parts):
+            write_wheel(index, {f"tiny_weights_part{n}/m.{n}": part}, f"tiny-weights-part{n}")
+
+    def test_they_are_joined_beside_the_members_of_the_main_wheel(self, index):
+        self.publish(index)
+        told: list[tuple[str, int, int]] = []
+        path = pypi.fetch(self.model(), lambda *step: told.append(step))
+        assert path.name == "model.gguf"
+        assert path.read_bytes() == b"".join(self.PARTS)
+        assert sorted(entry.name for entry in path.parent.iterdir()) == ["NOTICE.md", "model.gguf"]
+        assert told[0] == ("tiny-weights==1.0", 0, 10_000)
+        assert told[-1] == ("tiny-weights==1.0", 10_000, 10_000)
+
+    def test_the_second_call_needs_no_index(self, index):
+        self.publish(index)
+        first = pypi.fetch(self.model())
+        for wheel in index.iterdir():
+            wheel.unlink()
+        assert pypi.fetch(self.model()) == first
+
+    def test_a_missing_package_is_named_and_nothing_stays(self, index):
+        self.publish(index)
+        next(index.glob("tiny_weights_part1-*")).unlink()
+        with pytest.raises(ModelUnavailable) as caught:
+            pypi.fetch(self.model())
+        assert "tiny-weights-part1" in caught.value.cause
+        assert "tiny-weights-part2==1.0" in caught.value.fix and "join the parts" in caught.value.fix
+        assert [entry.name for entry in pypi.cache_root().iterdir()] == ["tiny-weights-1.0.lock"]
+
+    def test_a_chunk_that_is_not_the_pinned_one_is_named_and_the_next_run_fetches_it_again(self, index):
+        self.publish(index, (self.PARTS[0], b"tampered", self.PARTS[2]))
+        with pytest.raises(ModelUnavailable, match=r"tiny_weights_part1/m\.1") as caught:
+            pypi.fetch(self.model())
+        assert "sha256" in caught.value.cause
+        assert [entry.name for entry in pypi.cache_root().iterdir()] == ["tiny-weights-1.0.lock"]
+        self.publish(index)
+        assert pypi.fetch(self.model()).read_bytes() == b"".join(self.PARTS)
+
+    def test_a_chunk_damaged_on_its_way_is_told_as_such(self, index):
+        self.publish(index)
+        wheel = next(index.glob("tiny_weights_part1-*"))
+        damaged = bytearray(wheel.read_bytes())
+        damaged[damaged.index(b"part two")] ^= 1
+        wheel.write_bytes(damaged)
+        with pytest.raises(ModelUnavailable, match="not a whole wheel") as caught:
+            pypi.fetch(self.model())
+        assert "CRC" in caught.value.cause
+
+    def test_the_whole_is_pinned_too(self, index):
+        self.publish(index)
+        model = self.model()
+        swapped = replace(model, chunks={"model.gguf": model.chunks["model.gguf"][::-1]})
+        with pytest.raises(ModelUnavailable, match=r"model\.gguf of tiny-weights==1\.0"):
+            pypi.fetch(swapped)
+        assert [entry.name for entry in pypi.cache_root().iterdir()] == ["tiny-weights-1.0.lock"]
+
+
 class TestCache:
     def test_cached_models_are_listed_and_removed_by_name(self, index, monkeypatch, tmp_path):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no-hub"))
@@ -227,7 +311,8 @@ class TestCache:
 def test_nothing_here_imports_torch_or_transformers():
     code = (
         "import sys, json; from tidemill.weights import location, pypi, hub, cache, checkpoint, gguf_file, gguf_names,"
-        " gguf_checkpoint, safetensors_folder; from tidemill.text import tokenizer, chat, gguf_tokenizer;"
+        " gguf_checkpoint, safetensors_folder, pickle_folder, renamed;"
+        "from tidemill.text import tokenizer, chat, gguf_tokenizer;"
         "print(json.dumps([m for m in ('torch', 'transformers') if m in sys.modules]))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,14 +8,14 @@ succeed is refused here, with what would fit.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from tidemill.core.block_groups import pages_for
 from tidemill.errors import ConfigError, OutOfMemory
 from tidemill.hardware import Hardware
-from tidemill.models.config import DecoderConfig
-from tidemill.models.registry import decoder_config
+from tidemill.layers.cache_layout import plain_numbers_per_token
+from tidemill.models.shape import ModelShape
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -24,6 +24,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 DEFAULT_BLOCK_SIZE = 16
 MIN_BLOCKS = 2
+"""Of every group of layers: one for a prompt and one for an answer."""
 DEFAULT_CACHE_BYTES = 4 * GIB
 GATHERED_TOKENS = 32768
 """Most tokens of keys and values that attention copies together out of the cache, see `layers/attention.py`."""
@@ -50,6 +51,9 @@ class EngineArgs:
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
     chat_template: str | None = None
+    model_impl: str = "auto"
+    trust_remote_code: bool = False
+    check_weights: bool = False
     dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -74,6 +78,9 @@ class EngineConfig:
     model_path: str
     model_kind: Literal["folder", "gguf"]
     model_origin: str
+    model_impl: Literal["native", "transformers"]
+    trust_remote_code: bool
+    check_weights: bool
     device: str
     dtype: str
     threads: int
@@ -92,16 +99,23 @@ class EngineConfig:
     weight_bytes: int
     kv_bytes: int
     activation_bytes: int
+    block_windows: list[int | None] = field(default_factory=lambda: [None])
+    """One entry per group of cache blocks: how many of the last positions its layers see, None for all."""
     why: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def num_cache_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+    cache_saving: float = 1.0
+    """How many times more requests of full length fit than in a cache without windows and compression."""
 
     @property
     def full_length_requests(self) -> float:
         """How many requests of max_model_len the cache holds at once."""
-        return self.num_cache_tokens / self.max_model_len
+        pages = pages_for(self.max_model_len, self.block_size, self.block_windows, self.max_num_batched_tokens)
+        return self.num_blocks / pages
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens of requests of full length."""
+        return int(self.full_length_requests * self.max_model_len)
 
 
 @dataclass(frozen=True)
@@ -111,7 +125,9 @@ class ModelFacts:
     path: str
     kind: Literal["folder", "gguf"]
     origin: str
-    raw_config: Mapping[str, Any]
+    shape: ModelShape
+    impl: Literal["native", "transformers"]
+    impl_why: str
     num_parameters: int
     stored_dtype: str
     eos_ids: tuple[int, ...]
@@ -119,7 +135,8 @@ class ModelFacts:
 
 def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineConfig:
     why: dict[str, str] = {}
-    shape = decoder_config(facts.raw_config)
+    shape = facts.shape
+    why["model_impl"] = facts.impl_why
     device = _device(args, why)
     dtype = _dtype(args, facts, hardware, why)
     block_size = _positive("block_size", args.block_size, DEFAULT_BLOCK_SIZE, why, "default")
@@ -143,14 +160,18 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     # A context nobody asked for is shortened when it does not fit, so it must not count in full here.
     planned_len = wanted_len if args.max_model_len is not None else min(wanted_len, GATHERED_TOKENS)
     activation_bytes = activations(shape, batched, max_num_seqs, planned_len, DTYPE_BYTES[dtype])
-    per_block = shape.kv_bytes_per_token(DTYPE_BYTES[dtype]) * block_size
     room = _room(args, hardware, weight_bytes + activation_bytes)
-    num_blocks = _num_blocks(args, room, per_block, block_size, wanted_len, max_num_seqs, why)
-    max_model_len = _fitting_length(args, wanted_len, num_blocks, room, per_block, block_size, why)
+    windows, per_block = shape.layout.windows, shape.layout.numbers_per_token * DTYPE_BYTES[dtype] * block_size
+    cache = _Cache(per_block, block_size, windows, batched)
+    num_blocks = _num_blocks(args, room, cache, wanted_len, max_num_seqs, why)
+    max_model_len = _fitting_length(args, wanted_len, num_blocks, room, cache, why)
     return EngineConfig(
         model_path=facts.path,
         model_kind=facts.kind,
         model_origin=facts.origin,
+        model_impl=facts.impl,
+        trust_remote_code=args.trust_remote_code,
+        check_weights=args.check_weights,
         device=device,
         dtype=dtype,
         threads=threads,
@@ -169,19 +190,20 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         weight_bytes=weight_bytes,
         kv_bytes=num_blocks * per_block,
         activation_bytes=activation_bytes,
+        block_windows=list(windows),
+        cache_saving=_saving(shape, cache, max_model_len, DTYPE_BYTES[dtype], why),
         why=why,
     )
 
 
-def activations(shape: DecoderConfig, tokens: int, rows: int, length: int, element_size: int) -> int:
+def activations(shape: ModelShape, tokens: int, rows: int, length: int, element_size: int) -> int:
     """Peak of a step beside weights and cache: the widest layer's tensors for every token, the rows' logits, and what
     attention gathers: one group's keys and values, and a chunk's mask over the whole context."""
-    width = max(3 * shape.intermediate_size, 4 * shape.num_heads * shape.head_dim)
-    layer = element_size * tokens * (3 * shape.hidden_size + width)
+    layer = element_size * tokens * (3 * shape.hidden_size + shape.widest_layer)
     logits = 4 * 4 * min(rows, tokens) * shape.vocab_size
     gathered = max(length, min(GATHERED_TOKENS, rows * length))
-    keys_values = 2 * element_size * gathered * shape.num_kv_heads * shape.head_dim
-    masks = (element_size + 1) * tokens * length * len(set(shape.windows))
+    keys_values = element_size * gathered * max(cache.kv_heads * 2 * cache.key_dim for cache in shape.caches)
+    masks = (element_size + 1) * tokens * length * len(set(shape.layout.windows))
     return layer + logits + keys_values + masks
 
 
@@ -225,12 +247,12 @@ def _positive(name: str, given: int | None, default: int, why: dict[str, str], r
     return value
 
 
-def _check_length(shape: DecoderConfig, wanted: int) -> None:
+def _check_length(shape: ModelShape, wanted: int) -> None:
     if wanted > shape.longest_context:
         raise ConfigError(
             f"max_model_len {wanted} is more than the {shape.longest_context} positions the model was made for",
             param="max_model_len",
-            cause="its config says max_position_embeddings; beyond it the answers turn to noise",
+            cause="its config says so; beyond it the answers turn to noise",
             fix=f"--max-model-len {shape.longest_context}",
         )
 
@@ -289,17 +311,56 @@ def _room(args: EngineArgs, hardware: Hardware, fixed_bytes: int) -> _Room:
     )
 
 
-def _num_blocks(
-    args: EngineArgs, room: _Room, per_block: int, block_size: int, length: int, rows: int, why: dict[str, str]
-) -> int:
-    if room.free < per_block * MIN_BLOCKS:
+@dataclass(frozen=True)
+class _Cache:
+    """How a request's length turns into blocks and bytes."""
+
+    per_block: int
+    block_size: int
+    windows: tuple[int | None, ...]
+    budget: int
+
+    @property
+    def fewest(self) -> int:
+        return MIN_BLOCKS * len(self.windows)
+
+    def blocks(self, length: int) -> int:
+        """Most blocks that a request of this length holds at a time."""
+        return pages_for(length, self.block_size, self.windows, self.budget)
+
+    def longest(self, num_blocks: int, limit: int) -> int:
+        """The longest request that so many blocks hold, at most `limit` tokens; 0 if none."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.blocks(middle) <= num_blocks else (low, middle - 1)
+        return low
+
+
+def _saving(shape: ModelShape, cache: _Cache, length: int, element_size: int, why: dict[str, str]) -> float:
+    plain = plain_numbers_per_token(shape.caches) * element_size * -(-length // cache.block_size) * cache.block_size
+    saving = plain / (cache.blocks(length) * cache.per_block)
+    compressed = any(layer.uncompressed for layer in shape.caches)
+    windows = sorted({window for window in cache.windows if window is not None})
+    if windows and saving > 1.0:
+        reach = " and ".join(f"{window:,}" for window in windows)
+        count = sum(1 for layer in shape.caches if layer.window is not None)
+        why["cache_saving"] = f"{count} of {len(shape.caches)} layers keep only their window of {reach} tokens"
+    elif compressed:
+        why["cache_saving"] = "keys and values are kept compressed"
+    return saving
+
+
+def _num_blocks(args: EngineArgs, room: _Room, cache: _Cache, length: int, rows: int, why: dict[str, str]) -> int:
+    per_block = cache.per_block
+    if room.free < per_block * cache.fewest:
         raise OutOfMemory(
             "the model does not fit in memory",
             cause=room.story,
             fix="use a smaller model, --dtype bfloat16, a smaller --max-num-seqs or --max-num-batched-tokens, or a "
             "machine with more memory",
         )
-    asked = _asked_blocks(args, per_block)
+    asked = _asked_blocks(args, cache)
     if asked is not None:
         name, number, why["num_blocks"] = asked
         if number * per_block > room.free:
@@ -311,7 +372,7 @@ def _num_blocks(
                 fix=f"--{name.replace('_', '-')} {most}",
             )
         return number
-    one = -(-length // block_size) * per_block
+    one = cache.blocks(length) * per_block
     cap = DEFAULT_CACHE_BYTES if args.gpu_memory_utilization is None else room.free
     budget = min(room.free, one * rows, max(cap, one))
     if budget == room.free:
@@ -320,12 +381,12 @@ def _num_blocks(
         why["num_blocks"] = "every seat at full length"
     else:
         why["num_blocks"] = "4 GiB unless --gpu-memory-utilization or --kv-cache-memory-bytes says otherwise"
-    return max(MIN_BLOCKS, budget // per_block)
+    return max(cache.fewest, budget // per_block)
 
 
-def _asked_blocks(args: EngineArgs, per_block: int) -> tuple[str, int, str] | None:
+def _asked_blocks(args: EngineArgs, cache: _Cache) -> tuple[str, int, str] | None:
     """The field that says how large the cache is, the blocks it asks for and the reason to tell; None if none does."""
-    number, nbytes = args.num_gpu_blocks_override, args.kv_cache_memory_bytes
+    number, nbytes, per_block = args.num_gpu_blocks_override, args.kv_cache_memory_bytes, cache.per_block
     if number is not None and nbytes is not None:
         raise ConfigError(
             "num_gpu_blocks_override and kv_cache_memory_bytes both say how large the KV cache is",
@@ -341,25 +402,25 @@ def _asked_blocks(args: EngineArgs, per_block: int) -> tuple[str, int, str] | No
             )
         return "num_gpu_blocks_override", number, "asked for"
     if nbytes is not None:
-        if nbytes < per_block * MIN_BLOCKS:
+        if nbytes < per_block * cache.fewest:
             raise ConfigError(
-                f"kv_cache_memory_bytes is {nbytes}, which holds no {MIN_BLOCKS} blocks of {per_block} bytes",
+                f"kv_cache_memory_bytes is {nbytes}, which holds no {cache.fewest} blocks of {per_block} bytes",
                 param="kv_cache_memory_bytes",
-                fix=f"--kv-cache-memory-bytes {per_block * MIN_BLOCKS} or more",
+                fix=f"--kv-cache-memory-bytes {per_block * cache.fewest} or more",
             )
         return "kv_cache_memory_bytes", nbytes // per_block, "kv_cache_memory_bytes as asked"
     return None
 
 
 def _fitting_length(
-    args: EngineArgs, wanted: int, num_blocks: int, room: _Room, per_block: int, block_size: int, why: dict[str, str]
+    args: EngineArgs, wanted: int, num_blocks: int, room: _Room, cache: _Cache, why: dict[str, str]
 ) -> int:
     """The length asked for, or the longest the cache holds where nobody asked for one."""
-    holds = num_blocks * block_size
+    holds = cache.longest(num_blocks, wanted)
     if holds >= wanted:
         return wanted
     if args.max_model_len is not None:
-        needed = -(-wanted // block_size) * per_block
+        needed = cache.blocks(wanted) * cache.per_block
         larger = ""
         if needed <= room.free:
             larger = f", or --kv-cache-memory-bytes {needed}"
@@ -371,9 +432,9 @@ def _fitting_length(
         )
     if holds < 2:
         raise ConfigError(
-            "a KV cache of one token holds no prompt and answer",
-            param="block_size",
-            fix=f"--block-size {DEFAULT_BLOCK_SIZE}",
+            f"a KV cache of {num_blocks} blocks of {cache.block_size} tokens holds no prompt and answer",
+            param="num_gpu_blocks_override",
+            fix=f"--num-gpu-blocks-override {cache.blocks(wanted)} or more",
         )
     why["max_model_len"] = f"the longest that fits the cache (the model allows {wanted})"
     return holds

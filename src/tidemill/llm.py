@@ -6,9 +6,10 @@ Results have vLLM's shape. The engine is the same as behind the server, driven s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tidemill.config import EngineArgs
 from tidemill.core.params import SamplingParams
@@ -20,7 +21,10 @@ from tidemill.engine.output import Choice
 from tidemill.engine.prepare import prepare
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.progress import ProgressReporter
-from tidemill.text.chat import plain_message
+from tidemill.text.chat import ChatTemplate, refuse_media
+from tidemill.text.chat_files import given_template
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -67,6 +71,8 @@ class LLM:
             raise InvalidRequest("max_waiting bounds a server's queue; LLM takes any number of prompts at once")
         with ProgressReporter() as progress:
             prepared = prepare(args, progress)
+            if prepared.vocabulary_note is not None:
+                logger.warning("%s: %s", model, prepared.vocabulary_note)
             self._core = build_core(prepared.config, progress)
         self.config, self.tokenizer, self.chat_template = prepared.config, prepared.tokenizer, prepared.chat_template
         self.default_sampling = prepared.default_sampling
@@ -98,23 +104,43 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
+        chat_template: str | None = None,
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several."""
-        if self.chat_template is None:
-            raise InvalidRequest("this model has no chat template; pass chat_template= to LLM, or use generate()")
+        """Answer one conversation or several.
+
+        `tools` are JSON schemas, or functions with type hints and a docstring; the template writes them into the
+        prompt, and a call the model makes is part of its text. `chat_template` is a file, the text of one, or the name
+        of one of the model's. What a template does not read is refused.
+        """
+        template = self._template(chat_template)
+        if chat_template_content_format not in ("auto", "string", "openai"):
+            raise InvalidRequest(
+                f"chat_template_content_format is {chat_template_content_format!r}, it must be auto, string or openai",
+                param="chat_template_content_format",
+            )
+        schemas = None if tools is None else [_tool_schema(tool) for tool in tools]
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if one else messages
         prompts: list[tuple[str | None, list[int]]] = []
         for conversation in conversations:
-            text = self.chat_template.render(
-                [plain_message(message) for message in conversation],
-                add_generation_prompt=add_generation_prompt,
+            refuse_media(conversation)
+            template.refuse_unread(conversation, tools=schemas, documents=documents, kwargs=chat_template_kwargs)
+            opens_turn = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+            text = template.render(
+                conversation,
+                add_generation_prompt=opens_turn,
                 continue_final_message=continue_final_message,
-                **dict(chat_template_kwargs or {}),
+                tools=schemas,
+                documents=documents,
+                content_format=chat_template_content_format,
+                kwargs=chat_template_kwargs,
             )
             prompts.append((text, self.tokenizer.encode(text, add_special_tokens=False)))
         return self._run(prompts, self._params_for(prompts, sampling_params), use_tqdm)
@@ -138,6 +164,18 @@ class LLM:
                         yield delta
         finally:
             self._core.abort(list(choices))
+
+    def _template(self, override: str | None) -> ChatTemplate:
+        template = self.chat_template
+        if override is not None:
+            template = given_template(override, self.tokenizer.special_tokens_map, template)
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template",
+                param="messages",
+                fix="pass chat_template= to LLM or to chat, or use generate()",
+            )
+        return template
 
     def _tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -266,6 +304,26 @@ class _ProgressBar:
 
     def close(self) -> None:
         self._progress.stop()
+
+
+def _tool_schema(tool: Mapping[str, Any] | Callable[..., Any]) -> Mapping[str, Any]:
+    """A JSON schema as it is; of a function, the one transformers reads from its type hints and docstring."""
+    if isinstance(tool, Mapping):
+        return tool
+    if not callable(tool):
+        raise InvalidRequest(f"tools are JSON schemas or functions, got {type(tool).__name__}", param="tools")
+    from transformers.utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(tool)
+    except Exception as error:
+        raise InvalidRequest(
+            f"tools: no schema can be made of {getattr(tool, '__name__', tool)!r:.60}",
+            param="tools",
+            cause=str(error),
+            fix="give it type hints and a docstring that describes it and, under Args:, its arguments",
+        ) from error
+    return schema
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -22,18 +22,23 @@ TINY = {
 
 
 def write_checkpoint(folder: Path, family: str, shard_size: str = "5GB", **config: Any) -> Any:
-    """Save a random model of `family` (Llama, Mistral, Qwen2, Qwen3) and return it, in float32, for reference."""
+    """Save a random model of `family` (Llama, Gemma3, GPT2) and return it, in float32, for reference."""
     torch.manual_seed(0)
-    settings = getattr(transformers, f"{family}Config")(**{**TINY, **config})
-    model = getattr(transformers, f"{family}ForCausalLM")(settings).float().eval()
+    kind = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+    return write_model(folder, kind(kind.config_class(**{**TINY, **config})), shard_size)
+
+
+def write_model(folder: Path, model: Any, shard_size: str = "5GB") -> Any:
+    """Save a model with random norms and biases, which transformers would leave at ones and zeros."""
+    model = model.float().eval()
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            if name.endswith(("norm.weight", "layernorm.weight")):
+            if name.endswith(("norm.weight", "layernorm.weight")) or (tensor.dim() == 1 and name.endswith("weight")):
                 tensor.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 tensor.normal_(0, 0.2)
     model.save_pretrained(folder, max_shard_size=shard_size)
-    _write_tokenizer(folder, settings.vocab_size)
+    _write_tokenizer(folder, model.config.get_text_config().vocab_size)
     # The references ignore the end of sequence, as the requests compared with them do.
     model.generation_config.eos_token_id = None
     return model

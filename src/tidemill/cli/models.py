@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
 from tidemill.progress import ProgressReporter
@@ -11,6 +13,7 @@ Examples:
   tidemill models list
   tidemill models pull smollm2
   tidemill models path smollm2
+  tidemill models support ./model-folder
   tidemill models rm smollm2
 """
 
@@ -55,6 +58,30 @@ def pull(name: str, revision: str | None) -> None:
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 def path(name: str, revision: str | None) -> None:
     _fetch(name, revision)
+
+
+@command.command(help=_help("Say from its config alone how MODEL would run here, or why not.", "support org/name"))
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@click.option("--revision", help="Branch, tag or commit of a hub model.")
+@click.option("--trust-remote-code", is_flag=True, help="Also look at models that bring their own Python code.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def support(models: tuple[str, ...], revision: str | None, trust_remote_code: bool, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from tidemill.engine.support import support as look
+
+    rows = [look(model, revision=revision, trust_remote_code=trust_remote_code) for model in models]
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in rows], indent=2))
+    for row in () if as_json else rows:
+        lines = [("architecture", row.architecture), ("runs", row.runs), ("", row.note), ("fix", row.fix)]
+        if row.runs != "no":
+            cache = f"{row.cache_bytes_per_token / 1024:,.1f} KiB a token in 16 bits; {row.cache_note}"
+            lines += [("context", f"{row.context:,} tokens"), ("KV cache", f"{row.layers} layers, {cache}")]
+        click.echo(row.model)
+        click.echo("\n".join(f"  {name:<14}{value}" for name, value in lines if value))
+    if any(row.runs == "no" for row in rows):
+        raise SystemExit(1)
 
 
 def _fetch(name: str, revision: str | None) -> None:

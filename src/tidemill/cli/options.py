@@ -61,6 +61,13 @@ def engine_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--tokenizer", metavar="PATH|ID", help="Take the tokenizer from here instead."),
         click.option("--tokenizer-revision", help="Branch, tag or commit of that tokenizer on the hub."),
         click.option("--chat-template", metavar="PATH|TEXT", help="Jinja chat template, in place of the model's."),
+        click.option("--model-impl", default="auto", show_default=True, help="auto, native or transformers."),
+        click.option(
+            "--trust-remote-code/--no-trust-remote-code",
+            default=False,
+            help="Run Python code that comes with the model. Pin it with --revision.",
+        ),
+        click.option("--check-weights/--no-check-weights", default=False, help="Refuse weights that are NaN or inf."),
         click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16."),
         click.option("--device", default="auto", show_default=True, help="auto or cpu."),
         click.option("--max-model-len", type=HumanInt(), help="Context length: prompt and answer together."),

@@ -43,6 +43,8 @@ def startup_report(
         ("chat", "yes" if prepared.chat_template else "no chat template", _chat_note(prepared)),
         ("loaded in", f"{ready.load_seconds:.1f} s", "from the start of the engine's imports to its first step"),
     ]
+    if prepared.vocabulary_note is not None:
+        rows.append(("vocabulary", f"{prepared.tokenizer.vocab_size:,} tokens", prepared.vocabulary_note))
     width = max(len(value) for _, value, _ in rows)
     lines = [f"  {name:<11}{value:<{width}}  {reason}".rstrip() for name, value, reason in rows]
     curl = _curl(names[0], url, prepared, key_variable)
@@ -59,7 +61,9 @@ def _scheduler_note(prepared: Prepared) -> str:
 def _chat_note(prepared: Prepared) -> str:
     if prepared.chat_template is None:
         return "/v1/completions works; give --chat-template for /v1/chat/completions"
-    return "template of the model"
+    template = prepared.chat_template
+    reads = [name for name in ("tools", "documents") if name in template.variables] + template.keywords
+    return f"template: {template.origin}" + (f"; reads {', '.join(reads)}" if reads else "")
 
 
 def _curl(name: str, url: str, prepared: Prepared, key_variable: str | None) -> str:

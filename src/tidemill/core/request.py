@@ -13,6 +13,15 @@ from dataclasses import dataclass, field
 from tidemill.core.params import SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request that grows beyond `length` tokens is computed anew from its first token, as one that was always so
+    long; `cache_key` is its key from then on."""
+
+    length: int
+    cache_key: bytes
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     id: str
@@ -27,6 +36,10 @@ class Request:
     arrival: int = 0
     cache_key: bytes = b""
     """What must be equal, besides the tokens, for blocks to be shared (salt, adapter, media, rope regime)."""
+    turn: Turn | None = None
+    """Still to come, if any."""
+    counts_as: int = 0
+    """It is computed as if it had been at least so long from the start."""
 
     tokens: list[int] = field(init=False)
     num_computed: int = 0
@@ -34,13 +47,17 @@ class Request:
     """Samples launched whose tokens are not known yet."""
     num_cached: int = 0
     row: int = -1
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    """One table per group of layers while it has a row; NO_BLOCK where nothing is held."""
+    num_given_back: list[int] = field(default_factory=list)
+    """Per group, the leading entries of its table that hold no block."""
     block_hashes: list[bytes] = field(default_factory=list)
     num_committed: int = 0
-    """Leading blocks whose hash is already with the pool."""
+    """Leading blocks that the pool has been told of, in every group that held them."""
     finish: str | None = None
     stop_reason: int | str | None = None
-    num_preemptions: int = 0
+    num_rows_left: int = 0
+    """How often it was preempted or turned."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
@@ -63,6 +80,17 @@ class Request:
     def stop_ids(self) -> list[int]:
         ids = list(self.params.stop_token_ids)
         return ids if self.params.ignore_eos else [*self.eos_ids, *ids]
+
+    @property
+    def must_turn(self) -> bool:
+        return self.turn is not None and self.num_tokens > self.turn.length
+
+    def make_turn(self) -> None:
+        """Forget all progress but the tokens."""
+        assert self.turn is not None
+        self.cache_key, self.counts_as, self.turn = self.turn.cache_key, self.turn.length + 1, None
+        self.block_hashes = []
+        self.num_computed = self.num_committed = 0
 
     def extend_hashes(self, block_size: int) -> None:
         """Hash the full blocks of the known tokens, each chained to its parent, so equal hash means equal prefix.

@@ -16,9 +16,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tidemill.core.block_groups import pages_for
 from tidemill.core.block_pool import BlockPool
+from tidemill.core.block_tables import BlockTables
 from tidemill.core.request import Request
 from tidemill.core.step import NewRow, Slice, SliceResult, Step, StepResult
+from tidemill.errors import OutOfMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,13 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"
+    windows: tuple[int | None, ...] = (None,)
+    """One entry per group of layers: how many of the last positions they see, None for all."""
+
+    @property
+    def pages_for_one(self) -> int:
+        """What the longest request holds when it runs alone: with fewer, it could never end."""
+        return pages_for(self.max_model_len, self.block_size, self.windows, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +55,16 @@ class Progress:
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
+        if config.num_blocks < config.pages_for_one:
+            raise OutOfMemory(
+                f"a request of max_model_len {config.max_model_len} does not fit the KV cache",
+                param="max_model_len",
+                cause=f"it needs up to {config.pages_for_one} blocks, and there are {config.num_blocks}",
+                fix=f"a smaller --max-model-len, or --num-gpu-blocks-override {config.pages_for_one}",
+            )
         self.config = config
         self.pool = BlockPool(config.num_blocks)
+        self.tables = BlockTables(self.pool, config.block_size, config.windows, config.max_num_batched_tokens)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
@@ -95,6 +113,13 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
+            if request.must_turn:
+                # Its tokens must be known to be computed anew; then it waits for a row like everybody else.
+                if request.num_pending:
+                    index += 1
+                else:
+                    self._give_up_row(request)
+                continue
             count = min(request.num_tokens - request.num_computed, budget)
             if count > 0 and not self._at_limit(request):
                 blocks, lost = self._grow_or_preempt(request, count)
@@ -110,11 +135,13 @@ class Scheduler:
             head = self._waiting[0][1] if self._waiting else None
             if head is None or head.num_pending:
                 break
+            if head.must_turn:
+                head.make_turn()
             count = self._admit(head, budget)
             if count == 0:
                 break
             new_rows.append(self._new_row(head))
-            slices.append(self._advance(head, count, head.blocks))
+            slices.append(self._advance(head, count, [list(table) for table in head.blocks]))
             members.append(head)
             budget -= count
 
@@ -136,7 +163,7 @@ class Scheduler:
                 continue
             if outcome.problem is not None:
                 request.finish = "error"
-                self.pool.forget(request.blocks)
+                self.tables.forget(request)
             elif outcome.token is not None:
                 request.append(outcome.token, self.config.max_model_len)
             if request.finish is not None:
@@ -147,9 +174,7 @@ class Scheduler:
     def fail_step(self) -> list[Request]:
         """The oldest step in flight did not run. Its requests end; cached blocks are no longer trusted."""
         _, members = self._in_flight.popleft()
-        self.pool.forget_all()
-        for request in self.requests.values():
-            request.num_committed = len(request.blocks)
+        self.tables.forget_all(self.running)
         return self.abort([request.id for request in members], finish="error")
 
     def _at_limit(self, request: Request) -> bool:
@@ -159,53 +184,43 @@ class Scheduler:
             or request.num_tokens >= self.config.max_model_len
         )
 
-    def _advance(self, request: Request, count: int, new_blocks: list[int]) -> Slice:
+    def _advance(self, request: Request, count: int, new_blocks: list[list[int]]) -> Slice:
         start = request.num_computed
         request.num_computed += count
         samples = request.num_computed == request.num_tokens
         if samples:
             request.num_pending += 1
-        self._commit_full_blocks(request)
-        return Slice(request.row, start, count, list(new_blocks), samples)
+        if self.config.enable_prefix_caching:
+            self.tables.commit(request)
+        return Slice(request.row, start, count, new_blocks, samples)
 
-    def _commit_full_blocks(self, request: Request) -> None:
-        if not self.config.enable_prefix_caching:
-            return
-        request.extend_hashes(self.config.block_size)
-        full = min(request.num_computed // self.config.block_size, len(request.block_hashes))
-        for index in range(request.num_committed, full):
-            self.pool.commit(request.blocks[index], request.block_hashes[index])
-        request.num_committed = max(request.num_committed, full)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
-
-    def _grow_or_preempt(self, request: Request, count: int) -> tuple[list[int] | None, bool]:
+    def _grow_or_preempt(self, request: Request, count: int) -> tuple[list[list[int]] | None, bool]:
         """Blocks for `count` more tokens, taking them from the last in order while there are none."""
-        needed = self._blocks_for(request.num_computed + count) - len(request.blocks)
         preempted = False
-        while (blocks := self.pool.allocate(max(needed, 0))) is None:
+        while (new_blocks := self.tables.grow(request, count)) is None:
             victim = self.running[-1]
             self._preempt(victim)
             preempted = True
             if victim is request:
                 return None, preempted
-        request.blocks.extend(blocks)
-        return blocks, preempted
+        return new_blocks, preempted
 
     def _preempt(self, request: Request) -> None:
+        self._give_up_row(request)
+        self.num_preemptions += 1
+
+    def _give_up_row(self, request: Request) -> None:
         self.running.remove(request)
         self._release(request)
         request.num_computed = request.num_committed = 0
-        request.num_preemptions += 1
-        self.num_preemptions += 1
+        request.num_rows_left += 1
         self._enqueue(request)
 
     def _admit(self, request: Request, budget: int) -> int:
         """Move the head of the queue into a row if all its known tokens have room; returns how many to compute now."""
         total = request.num_tokens
         cached = self._find_cached(request)
-        num_cached = len(cached) * self.config.block_size
+        num_cached = len(cached[0]) * self.config.block_size
         count = total - num_cached
         if count > budget:
             if not self.config.enable_chunked_prefill:
@@ -214,33 +229,23 @@ class Scheduler:
         # Room for the whole sequence, not just this chunk, or half-prefilled requests would preempt each other; while
         # others run, a little more, so that they can grow.
         spare = max(1, self.config.num_blocks // 100) if self.running else 0
-        available = self.pool.num_free - self.pool.num_free_among(cached)
-        if self._blocks_for(total) - len(cached) + spare > available:
+        if self.tables.pages_wanted(total, cached) + spare > self.pool.num_free:
             return 0
-        self.pool.share(cached)
-        fresh = self.pool.allocate(self._blocks_for(num_cached + count) - len(cached))
-        assert fresh is not None
+        self.tables.enter(request, cached, count)
         heapq.heappop(self._waiting)
-        if self.config.enable_prefix_caching and request.num_preemptions == 0:
+        if self.config.enable_prefix_caching and request.num_rows_left == 0:
             self.prefix_queries += len(request.prompt_ids)
             self.prefix_hits += num_cached
             request.num_cached = num_cached
-        request.blocks = cached + fresh
-        request.num_computed = num_cached
-        request.num_committed = len(cached)
         request.row = self._free_rows.pop()
         insort(self.running, request, key=lambda r: r.order)
         return count
 
-    def _find_cached(self, request: Request) -> list[int]:
+    def _find_cached(self, request: Request) -> list[list[int]]:
         # Prompt log-probabilities need every prompt position computed, so such a request reads nothing from the cache.
         if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
-            return []
-        request.extend_hashes(self.config.block_size)
-        cached = self.pool.match(request.block_hashes)
-        if len(cached) * self.config.block_size >= request.num_tokens:
-            cached.pop()
-        return cached
+            return [[] for _ in self.config.windows]
+        return self.tables.find_cached(request)
 
     def _new_row(self, request: Request) -> NewRow:
         return NewRow(
@@ -251,6 +256,7 @@ class Scheduler:
             seed=request.seed,
             stop_ids=request.stop_ids,
             bad_words_ids=request.bad_words_ids,
+            counts_as=request.counts_as,
         )
 
     def _enqueue(self, request: Request) -> None:
@@ -266,7 +272,6 @@ class Scheduler:
         del self.requests[request.id]
 
     def _release(self, request: Request) -> None:
-        self.pool.free(request.blocks)
-        request.blocks = []
+        self.tables.release(request)
         self._free_rows.append(request.row)
         request.row = -1

@@ -33,16 +33,23 @@ class NewRow:
     seed: int
     stop_ids: list[int]
     bad_words_ids: list[list[int]]
+    counts_as: int = 0
+    """The sequence is computed as if it had been at least so long from the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Tokens [start, start + count) of a row are computed in this step; `samples` if the last one yields a token."""
+    """Tokens [start, start + count) of a row are computed in this step; `samples` if the last one yields a token.
+
+    `new_blocks` has, per group of layers, the entries added to the row's table: page ids, or NO_BLOCK where the row
+    begins behind blocks that the group's window no longer reaches. A table is not told when an entry leaves the window
+    later: what a token does not see must not be read, for its page may be somebody else's by then.
+    """
 
     row: int
     start: int
     count: int
-    new_blocks: list[int]
+    new_blocks: list[list[int]]
     samples: bool
 
 

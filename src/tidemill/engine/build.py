@@ -12,4 +12,5 @@ def build_core(config: EngineConfig, on_progress: Callable[[str, int, int], None
     from tidemill.runtime.build import build_runner
 
     runner = build_runner(config, on_progress)
-    return EngineCore(config, runner, cache_regime=runner.model.config.rope.regime)
+    spec = runner.model.spec
+    return EngineCore(config, runner, cache_regime=spec.regime, turn_length=spec.turn)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tidemill.config import EngineConfig
-from tidemill.core.request import Request
+from tidemill.core.request import Request, Turn
 from tidemill.core.scheduler import Progress, Scheduler, SchedulerConfig
 from tidemill.core.step import Step, StepResult, TokenLogprob
 from tidemill.engine.messages import Add, SequenceOutput, Stats
@@ -37,6 +37,7 @@ class EngineCore:
         runner: StepRunner,
         *,
         cache_regime: Callable[[int], bytes] = lambda num_prompt: b"",
+        turn_length: int | None = None,
         steps_in_flight: int = 1,
     ) -> None:
         self.config, self.runner = config, runner
@@ -50,9 +51,10 @@ class EngineCore:
                 enable_prefix_caching=config.enable_prefix_caching,
                 enable_chunked_prefill=config.enable_chunked_prefill,
                 policy=config.scheduling_policy,
+                windows=tuple(config.block_windows),
             )
         )
-        self._cache_regime = cache_regime
+        self._cache_regime, self._turn_length = cache_regime, turn_length
         self._steps_in_flight = steps_in_flight
         self._handles: deque[StepHandle] = deque()
         self._eos_ids = frozenset(config.eos_ids)
@@ -92,9 +94,19 @@ class EngineCore:
                 bad_words_ids=message.bad_words_ids,
                 seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
                 priority=message.priority,
-                cache_key=repr((self._cache_regime(len(message.prompt_ids)), message.cache_salt)).encode(),
+                cache_key=self._cache_key(len(message.prompt_ids), message.cache_salt),
+                turn=self._turn(message),
             )
         )
+
+    def _turn(self, message: Add) -> Turn | None:
+        length = self._turn_length
+        if length is None or len(message.prompt_ids) > length:
+            return None
+        return Turn(length, self._cache_key(length + 1, message.cache_salt))
+
+    def _cache_key(self, num_prompt: int, salt: str | None) -> bytes:
+        return repr((self._cache_regime(num_prompt), salt)).encode()
 
     def abort(self, ids: Sequence[str]) -> None:
         for request in self.scheduler.abort(ids):

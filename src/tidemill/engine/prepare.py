@@ -12,14 +12,22 @@ from math import prod
 from typing import Any
 
 from tidemill.config import EngineArgs, EngineConfig, ModelFacts, resolve
-from tidemill.errors import ConfigError, UnsupportedModel
+from tidemill.errors import UnsupportedModel
 from tidemill.hardware import Hardware, detect
-from tidemill.text.chat import ChatTemplate, load_chat_template
+from tidemill.models.choice import choose
+from tidemill.models.names import stored_names, with_stored_head
+from tidemill.models.spec import DecoderSpec
+from tidemill.text.chat import ChatTemplate
+from tidemill.text.chat_files import load_chat_template
 from tidemill.text.tokenizer import Tokenizer, load_tokenizer
+from tidemill.text.vocabulary import check_vocabulary
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.location import locate
+from tidemill.weights.renamed import RenamedCheckpoint
 
 PACKED_DTYPES = frozenset(("I8", "U8", "I16", "U16", "I32", "U32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"))
+CAUSAL_MASKS = ("attn.bias", "attention.bias")
+"""Old checkpoints store them beside the weights, as bytes."""
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -30,43 +38,50 @@ class Prepared:
     chat_template: ChatTemplate | None
     default_sampling: Mapping[str, Any]
     hardware: Hardware
+    vocabulary_note: str | None = None
+    """What to tell about tokens that the model has no weights for."""
 
 
 def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | None = None) -> Prepared:
     files = locate(args.model, revision=args.revision, on_progress=on_progress)
     checkpoint = open_checkpoint(files)
     _refuse_quantised(checkpoint)
+    choice = choose(checkpoint.config, files.path, files.kind, args.model_impl, args.trust_remote_code)
+    spec = choice.spec
+    if spec is not None:
+        if (names := stored_names(spec, checkpoint.tensors)) is not None:
+            checkpoint = RenamedCheckpoint(checkpoint, names)
+        spec = with_stored_head(spec, checkpoint.tensors)
     tokenizer = load_tokenizer(
         files,
         tokenizer=args.tokenizer,
         revision=args.tokenizer_revision if args.tokenizer else args.revision,
+        trust_remote_code=args.trust_remote_code,
     )
     hardware = detect()
     facts = ModelFacts(
         path=str(files.path.resolve()),
         kind=files.kind,
         origin=files.origin,
-        raw_config=checkpoint.config,
-        num_parameters=_num_parameters(checkpoint),
+        shape=choice.shape,
+        impl=choice.impl,
+        impl_why=choice.why,
+        num_parameters=_num_parameters(checkpoint, spec),
         stored_dtype=_stored_dtype(checkpoint),
         eos_ids=tuple(tokenizer.eos_ids),
     )
     config = resolve(args, facts, hardware)
-    if args.tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer {args.tokenizer} has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}",
-            param="tokenizer",
-            fix="leave --tokenizer out, or name the model's own",
-        )
-    template = load_chat_template(files, args.chat_template)
-    return Prepared(config, tokenizer, template, _sampling_defaults(checkpoint.generation_config), hardware)
+    template = load_chat_template([tokenizer.files, files], tokenizer.special_tokens_map, args.chat_template)
+    note = check_vocabulary(tokenizer, template, config.vocab_size, args.tokenizer)
+    return Prepared(config, tokenizer, template, _sampling_defaults(checkpoint.generation_config), hardware, note)
 
 
 def _refuse_quantised(checkpoint: Checkpoint) -> None:
     """Packed weights whose scales would be ignored load as noise, so they are refused by what they are."""
     if checkpoint.files.kind != "folder":
         return
-    found = [f"{info.name} is {info.dtype}" for info in checkpoint.tensors.values() if info.dtype in PACKED_DTYPES]
+    tensors = [info for name, info in checkpoint.tensors.items() if not name.endswith(CAUSAL_MASKS)]
+    found = [f"{info.name} is {info.dtype}" for info in tensors if info.dtype in PACKED_DTYPES]
     if method := (checkpoint.config.get("quantization_config") or {}).get("quant_method"):
         found.insert(0, f"its quantization_config says {method}")
     if found:
@@ -77,10 +92,11 @@ def _refuse_quantised(checkpoint: Checkpoint) -> None:
         )
 
 
-def _num_parameters(checkpoint: Checkpoint) -> int:
-    names = checkpoint.tensors
-    tied = bool(checkpoint.config.get("tie_word_embeddings"))
-    return sum(prod(info.shape) for name, info in names.items() if not (tied and name == "lm_head.weight"))
+def _num_parameters(checkpoint: Checkpoint, spec: DecoderSpec | None) -> int:
+    """Of what will be loaded: a head that is tied to the embedding may be stored all the same."""
+    tied = bool(checkpoint.config.get("tie_word_embeddings")) if spec is None else spec.tie_embeddings
+    head = f"{'lm_head' if spec is None else spec.head}.weight"
+    return sum(prod(info.shape) for name, info in checkpoint.tensors.items() if not (tied and name == head))
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> str:

@@ -1,7 +1,8 @@
 """Attention over a paged cache: `plan(batch)` once a step, `run(q, k, v, layer)` per layer.
 
 One ragged batch: some sequences bring one token (decode), some bring many (prefill, chunked or not); all read their
-keys and values through block tables. Knows nothing of requests; the plan is made from lengths and tables alone.
+keys and values through block tables, one table per group of layers that see equally far (`cache_layout.py`). Knows
+nothing of requests; the plan is made from lengths and tables alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tidemill.layers.cache_layout import CacheLayout
 from tidemill.ops import reference
 
 MAX_PADDING = 1.5
@@ -24,31 +26,33 @@ MAX_GATHERED_TOKENS = 32768
 class Ragged:
     """The shape of one step: sequence i brings query_lens[i] tokens, the last of its context_lens[i].
 
-    Sequences with one token come first. `tables` [sequences, >= blocks needed] are block ids; `slots` are the flat
-    cache positions of the step's tokens.
+    Sequences with one token come first, shortest context first. Per group: `tables` [sequences, >= blocks needed] are
+    block ids, `slots` the flat cache positions of the step's tokens.
     """
 
     query_lens: Sequence[int]
     context_lens: Sequence[int]
-    tables: np.ndarray
-    slots: torch.Tensor
+    tables: Sequence[np.ndarray]
+    slots: Sequence[torch.Tensor]
 
 
-@dataclass
-class _DecodeGroup:
+@dataclass(frozen=True)
+class _Part:
+    """Sequences computed together: their query tokens, the blocks they read, and who sees what."""
+
     first: int
     last: int
-    blocks: torch.Tensor
-    masks: dict[int | None, torch.Tensor]
-
-
-@dataclass
-class _PrefillPart:
-    first: int
-    last: int
+    sequences: int
     blocks: torch.Tensor
     length: int
-    masks: dict[int | None, torch.Tensor | None]
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    slots: torch.Tensor
+    decode: list[_Part]
+    prefill: list[_Part]
 
 
 class PagedAttention:
@@ -56,83 +60,141 @@ class PagedAttention:
 
     def __init__(
         self,
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        windows: Sequence[int | None],
-        scale: float,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+        layout: CacheLayout,
+        alibi: Sequence[float] | None = None,
     ) -> None:
-        self.caches, self.windows, self.scale = caches, windows, scale
-        self.block_size = caches[0][0].shape[1]
-        self.dtype, self.device = caches[0][0].dtype, caches[0][0].device
-        self._decode: list[_DecodeGroup] = []
-        self._prefill: list[_PrefillPart] = []
-        self._slots = torch.empty(0)
+        """`caches` per slot of a page: keys and values; without values, these are the first numbers of the keys.
+        `alibi`: per head, how much a score falls with each position of distance."""
+        self.caches, self.layout = caches, layout
+        keys = caches[0][0]
+        self.block_size, self.dtype, self.device = keys.shape[1], keys.dtype, keys.device
+        self.slopes = None if alibi is None else torch.tensor(alibi, device=self.device)
+        self._plans: list[_Plan] = []
 
     def plan(self, batch: Ragged) -> None:
-        self._slots = batch.slots
         num_decode = sum(1 for length in batch.query_lens if length == 1)
-        self._decode = [self._plan_decode(batch, a, b) for a, b in _similar_lengths(batch.context_lens[:num_decode])]
-        self._prefill = []
-        start = num_decode
-        for index in range(num_decode, len(batch.query_lens)):
-            self._prefill.append(self._plan_prefill(batch, index, start))
-            start += batch.query_lens[index]
+        similar = _similar_lengths(batch.context_lens[:num_decode])
+        starts = np.cumsum(batch.query_lens) - batch.query_lens
+        masks: dict[tuple[int | None, int], torch.Tensor | None] = {}
+        self._plans = []
+        for window, table, slots in zip(self.layout.windows, batch.tables, batch.slots, strict=True):
+            decode = [self._plan_decode(batch, table, window, a, b, masks) for a, b in similar]
+            prefill = [
+                self._plan_prefill(batch, table, window, index, int(starts[index]), masks)
+                for index in range(num_decode, len(batch.query_lens))
+            ]
+            self._plans.append(_Plan(slots, decode, prefill))
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]"""
-        k_cache, v_cache = self.caches[layer]
-        window = self.windows[layer]
-        reference.write_kv(k, v, k_cache, v_cache, self._slots)
-        out = torch.empty_like(q)
-        for group in self._decode:
-            size = group.last - group.first
-            keys = reference.gather_blocks(k_cache, group.blocks, size)
-            values = reference.gather_blocks(v_cache, group.blocks, size)
-            queries = q[group.first : group.last]
-            out[group.first : group.last] = reference.attend_one_each(
-                queries, keys, values, group.masks[window], self.scale
-            )
-        for part in self._prefill:
-            keys = reference.gather_blocks(k_cache, part.blocks, 1)[:, :, : part.length]
-            values = reference.gather_blocks(v_cache, part.blocks, 1)[:, :, : part.length]
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        layer: int,
+        scale: float,
+        *,
+        soft_cap: float | None = None,
+        value_dim: int | None = None,
+    ) -> torch.Tensor:
+        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]. Where v is None, the values
+        are the first `value_dim` numbers of the keys."""
+        group, slot = self.layout.places[layer]
+        plan, (k_cache, v_cache) = self._plans[group], self.caches[slot]
+        reference.write_cache(k, k_cache, plan.slots)
+        if v is not None and v_cache is not None:
+            reference.write_cache(v, v_cache, plan.slots)
+            value_dim = v.shape[-1]
+        heads = q.shape[1]
+        out = q.new_empty(q.shape[0], heads, value_dim or q.shape[-1])
+        for part in (*plan.decode, *plan.prefill):
+            keys = reference.gather_blocks(k_cache, part.blocks, part.sequences)[:, :, : part.length]
+            if v_cache is None:
+                values = keys[..., :value_dim]
+            else:
+                values = reference.gather_blocks(v_cache, part.blocks, part.sequences)[:, :, : part.length]
             queries = q[part.first : part.last]
-            out[part.first : part.last] = reference.attend_sequence(
-                queries, keys, values, part.masks[window], self.scale
-            )
+            if part.sequences == part.last - part.first:
+                # One query each: the query heads that share a kv head stand as positions, so nothing is repeated.
+                kv_heads = keys.shape[1]
+                grouped = queries.view(part.sequences, kv_heads, heads // kv_heads, -1)
+                mask = part.mask
+                if mask is not None:
+                    mask = mask.expand(part.sequences, heads, 1, -1).reshape(*grouped.shape[:3], -1)
+                found = reference.attend(grouped, keys, values, mask, scale, soft_cap)
+                out[part.first : part.last] = found.reshape(part.sequences, heads, -1)
+            else:
+                found = reference.attend(queries.transpose(0, 1)[None], keys, values, part.mask, scale, soft_cap)
+                out[part.first : part.last] = found[0].transpose(0, 1)
         return out
 
-    def _plan_decode(self, batch: Ragged, first: int, last: int) -> _DecodeGroup:
-        lengths = torch.tensor(batch.context_lens[first:last], device=self.device)
-        width = -(-max(batch.context_lens[first:last]) // self.block_size)
-        blocks = torch.from_numpy(batch.tables[first:last, :width].reshape(-1).astype(np.int64)).to(self.device)
-        positions = torch.arange(width * self.block_size, device=self.device)
-        masks: dict[int | None, torch.Tensor] = {}
-        for window in set(self.windows):
-            visible = positions[None, :] < lengths[:, None]
+    def _plan_decode(
+        self,
+        batch: Ragged,
+        table: np.ndarray,
+        window: int | None,
+        first: int,
+        last: int,
+        masks: dict[tuple[int | None, int], torch.Tensor | None],
+    ) -> _Part:
+        """`masks` is shared by groups that see equally far: only their blocks differ."""
+        lengths = np.asarray(batch.context_lens[first:last])
+        begin = self._first_blocks(lengths - 1, window)
+        width = int((-(-lengths // self.block_size) - begin).max())
+        if begin.any():
+            columns = np.minimum(begin[:, None] + np.arange(width), table.shape[1] - 1)
+            chosen = np.take_along_axis(table[first:last], columns, axis=1)
+        else:
+            chosen = table[first:last, :width]
+        if (window, first) not in masks:
+            positions = torch.from_numpy(begin * self.block_size)[:, None] + torch.arange(width * self.block_size)
+            ends = torch.from_numpy(lengths)[:, None]
+            visible = positions < ends
             if window is not None:
-                visible &= positions[None, :] >= (lengths - window)[:, None]
-            masks[window] = self._additive(visible)[:, None, None, :]
-        return _DecodeGroup(first, last, blocks, masks)
+                visible &= positions >= ends - window
+            masks[window, first] = self._additive(visible[:, None, None, :], positions[:, None, None, :])
+        blocks = torch.from_numpy(chosen.reshape(-1).astype(np.int64)).to(self.device)
+        return _Part(first, last, last - first, blocks, width * self.block_size, masks[window, first])
 
-    def _plan_prefill(self, batch: Ragged, index: int, start: int) -> _PrefillPart:
+    def _plan_prefill(
+        self,
+        batch: Ragged,
+        table: np.ndarray,
+        window: int | None,
+        index: int,
+        start: int,
+        masks: dict[tuple[int | None, int], torch.Tensor | None],
+    ) -> _Part:
         queries, length = batch.query_lens[index], batch.context_lens[index]
-        width = -(-length // self.block_size)
-        blocks = torch.from_numpy(batch.tables[index, :width].astype(np.int64)).to(self.device)
-        keys = torch.arange(length, device=self.device)[None, :]
-        positions = torch.arange(length - queries, length, device=self.device)[:, None]
-        masks: dict[int | None, torch.Tensor | None] = {}
-        for window in set(self.windows):
-            if queries == length and (window is None or window >= length):
-                masks[window] = None
-                continue
-            visible = keys <= positions
-            if window is not None:
-                visible &= keys > positions - window
-            masks[window] = self._additive(visible)
-        return _PrefillPart(start, start + queries, blocks, length, masks)
+        begin = int(self._first_blocks(np.asarray(length - queries), window))
+        begin_token = begin * self.block_size
+        blocks = torch.from_numpy(table[index, begin : -(-length // self.block_size)].astype(np.int64)).to(self.device)
+        if (window, start) not in masks:
+            mask = None
+            if queries != length or (window is not None and window < length) or self.slopes is not None:
+                keys = torch.arange(begin_token, length)[None, :]
+                positions = torch.arange(length - queries, length)[:, None]
+                visible = keys <= positions
+                if window is not None:
+                    visible &= keys > positions - window
+                mask = self._additive(visible[None, None], keys[None, None])
+            masks[window, start] = mask
+        return _Part(start, start + queries, 1, blocks, length - begin_token, masks[window, start])
 
-    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
+    def _first_blocks(self, positions: np.ndarray, window: int | None) -> np.ndarray:
+        """The block that holds the first position these see."""
+        if window is None:
+            return np.zeros_like(positions)
+        return np.maximum(positions - window + 1, 0) // self.block_size
+
+    def _additive(self, visible: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """0 where a key is seen, -inf elsewhere; with alibi, what the score falls by. `keys` are positions; a constant
+        per query changes nothing, so they count from the last one."""
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(~visible, float("-inf"))
+        if self.slopes is not None:
+            distance = (keys - keys.amax(dim=-1, keepdim=True)).to(self.device)
+            mask = (self.slopes[None, :, None, None] * distance).to(self.dtype)
+        return mask.masked_fill(~visible.to(self.device), float("-inf"))
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:

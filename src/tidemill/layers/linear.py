@@ -5,54 +5,91 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.nn.functional as F
 
 from tidemill.layers.parameter import Parameter, Placement
 from tidemill.ops import reference
 
 
 class Linear:
-    """y = x Wᵀ + b, where W stacks `parts`: checkpoint prefix -> number of output rows."""
+    """y = x Wᵀ + b, where W stacks `parts`: checkpoint prefix -> number of output rows.
 
-    def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool, place: Placement) -> None:
-        self.parts = dict(parts)
+    `rows` gives the order of the output rows where it is not the stored one; it counts over all parts together, and no
+    row may leave its part.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool,
+        place: Placement,
+        transposed: bool = False,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        self.parts, self.transposed, self.rows = dict(parts), transposed, rows
         outputs = sum(self.parts.values())
         self.weight = place.empty(outputs, inputs)
         self.bias = place.empty(outputs) if bias else None
 
     def parameters(self) -> Iterator[Parameter]:
         start = 0
-        for prefix, rows in self.parts.items():
-            yield Parameter(f"{prefix}.weight", self.weight[start : start + rows])
+        for prefix, count in self.parts.items():
+            part = slice(start, start + count)
+            rows = None if self.rows is None else self.rows[part] - start
+            yield Parameter(f"{prefix}.weight", self.weight[part], self.transposed, rows)
             if self.bias is not None:
-                yield Parameter(f"{prefix}.bias", self.bias[start : start + rows])
-            start += rows
+                yield Parameter(f"{prefix}.bias", self.bias[part], rows=rows)
+            start += count
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return reference.linear(x, self.weight, self.bias)
 
 
 class Embedding:
-    def __init__(self, name: str, vocab_size: int, width: int, place: Placement) -> None:
-        self.name = name
-        self.weight = place.empty(vocab_size, width)
+    def __init__(self, name: str, rows: int, width: int, place: Placement, scale: float = 1.0) -> None:
+        self.name, self.scale = name, scale
+        self.weight = place.empty(rows, width)
 
     def parameters(self) -> Iterator[Parameter]:
         yield Parameter(f"{self.name}.weight", self.weight)
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.weight.index_select(0, tokens)
+        found = self.weight.index_select(0, tokens)
+        # The scale is rounded to the weights' precision, as it was in training.
+        return found if self.scale == 1.0 else found * torch.tensor(self.scale, dtype=found.dtype)
 
 
 class Head:
     """Hidden states to logits, in float32 whatever the weights are. Tied to the embedding when it is given."""
 
-    def __init__(self, name: str, vocab_size: int, width: int, place: Placement, tied: Embedding | None) -> None:
-        self.name, self.tied = name, tied
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        width: int,
+        place: Placement,
+        tied: Embedding | None = None,
+        *,
+        bias: bool = False,
+        normalised: bool = False,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+    ) -> None:
+        self.name, self.tied, self.normalised = name, tied, normalised
+        self.scale, self.soft_cap = scale, soft_cap
         self.weight = place.empty(vocab_size, width) if tied is None else tied.weight
+        self.bias = place.empty(vocab_size) if bias else None
 
     def parameters(self) -> Iterator[Parameter]:
         if self.tied is None:
-            yield Parameter(f"{self.name}.weight", self.weight)
+            yield Parameter(f"{self.name}.weight", self.weight, adjust=F.normalize if self.normalised else None)
+        if self.bias is not None:
+            yield Parameter(f"{self.name}.bias", self.bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return reference.linear(x, self.weight).float()
+        logits = reference.linear(x, self.weight, self.bias).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.soft_cap is None else reference.soft_cap(logits, self.soft_cap)

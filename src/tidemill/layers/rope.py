@@ -8,13 +8,22 @@ is the same for one sequence and does not change with batching, chunking or reco
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tidemill.errors import UnsupportedModel
 from tidemill.layers.rope_config import ROPE_PARAMETERS, RopeConfig
-from tidemill.ops import reference
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Of every token of a step: cos and sin, [tokens, dim / 2] each, in float32."""
+
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
 class Rope:
@@ -28,8 +37,8 @@ class Rope:
             long_frequencies, _ = inverse_frequencies(config, long=True)
             self._long_table = self._cos_sin(long_frequencies.to(device), max_len)
 
-    def angles(self, positions: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, [tokens, dim / 2] each, in float32. `lengths` is read only where the kind depends on it."""
+    def angles(self, positions: torch.Tensor, lengths: torch.Tensor) -> Angles:
+        """`lengths` is read only where the kind depends on it."""
         if self._long_table is not None:
             threshold = self.config.parameters["original_max_position_embeddings"]
             table = torch.where(
@@ -42,10 +51,7 @@ class Rope:
         else:
             table = self._table.index_select(0, positions)
         cos, sin = table.chunk(2, dim=-1)
-        return cos, sin
-
-    def apply(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return reference.rotate(x, *angles)
+        return Angles(positions, cos, sin)
 
     def _cos_sin(self, frequencies: torch.Tensor, max_len: int) -> torch.Tensor:
         angles = torch.arange(max_len, device=self.device, dtype=torch.float32)[:, None] * frequencies[None, :]

@@ -27,6 +27,24 @@ class RopeConfig:
     dim: int
     max_position: int
     parameters: Mapping[str, Any]
+    turns: bool = False
+    """longrope: what is already computed is computed anew when a sequence outgrows the original length."""
+
+    @property
+    def longest_context(self) -> int:
+        """Positions the rotation is made for. Configs give the length before scaling for linear and dynamic, and
+        either length for yarn."""
+        factor = float(self.parameters.get("factor") or 1.0)
+        if self.kind in ("linear", "dynamic"):
+            return int(self.max_position * factor)
+        if self.kind == "yarn":
+            return max(self.max_position, int(self.parameters["original_max_position_embeddings"] * factor))
+        return self.max_position
+
+    @property
+    def turn(self) -> int | None:
+        """The length beyond which a growing sequence is computed anew."""
+        return int(self.parameters["original_max_position_embeddings"]) if self.turns else None
 
     def regime(self, num_prompt: int) -> bytes:
         """What of the rotation depends on this prompt's length; blocks are shared only between equal regimes."""

@@ -1,134 +1,163 @@
-"""A decoder's shape, read once from a Hugging Face style config dictionary.
+"""Reading a Hugging Face style config dictionary, in its old and new spellings, with errors that name the key.
 
-Knows config.json in its old and new spellings; knows no tensors, so planning and start-up checks need no torch.
+What every family needs of it: sizes, the activation, the rotary embedding, sliding windows. Knows no family and no
+tensors, so planning and start-up checks need no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tidemill.errors import BadCheckpoint
+from tidemill.errors import BadCheckpoint, UnsupportedModel
 from tidemill.layers.rope_config import ROPE_PARAMETERS, RopeConfig
 
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu")
+DEFAULT_MAX_POSITION = 2048
 
 
-@dataclass(frozen=True)
-class DecoderConfig:
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position: int
-    norm_eps: float
-    activation: str
-    tie_embeddings: bool
-    attention_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    windows: tuple[int | None, ...]
-    """Per layer: how many of the last positions it sees, None for all."""
-    rope: RopeConfig
+class RawConfig:
+    """config.json as one family reads it. `get` is the plain lookup; the others check what they give."""
 
-    @property
-    def longest_context(self) -> int:
-        """Positions the rotary embedding is made for. Configs give the length before scaling for linear and dynamic,
-        and either length for yarn."""
-        factor = float(self.rope.parameters.get("factor") or 1.0)
-        if self.rope.kind in ("linear", "dynamic"):
-            return int(self.max_position * factor)
-        if self.rope.kind == "yarn":
-            return max(self.max_position, int(self.rope.parameters["original_max_position_embeddings"] * factor))
-        return self.max_position
+    def __init__(self, raw: Mapping[str, Any], architecture: str) -> None:
+        self.raw, self.architecture = raw, architecture
 
-    def kv_bytes_per_token(self, element_size: int) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_size
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or the default where it is missing or null."""
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def assuming(self, **defaults: Any) -> RawConfig:
+        """The same config with what its family takes for granted where a key is missing. A null stays a null."""
+        return RawConfig({**defaults, **self.raw}, self.architecture)
+
+    def refuse(self, *keys: str) -> None:
+        """Switches that would change the computation, and that the family does not act on."""
+        for key in keys:
+            if self.get(key):
+                raise self._does_not_do(key)
+
+    def only(self, **known: Any) -> None:
+        """Switches that the family knows in one position, which is also what a missing key means."""
+        for key, position in known.items():
+            if self.get(key, position) != position:
+                raise self._does_not_do(key)
+
+    def _does_not_do(self, key: str) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"config.json: {key} is {self.raw[key]!r}, which the native {self.architecture} does not do",
+            param=key,
+            fix="--model-impl transformers",
+        )
+
+    def size(self, *keys: str, default: int | None = None) -> int:
+        """A positive integer under the first of these keys that is there."""
+        for key in keys:
+            if self.raw.get(key) is not None:
+                return _positive(key, self.raw[key])
+        if default is None:
+            raise bad_config(f"{keys[0]} is None, expected a positive integer")
+        return default
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise bad_config(f"{key} is {value!r}, expected a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        return bool(self.get(key, default))
+
+    def activation(self, *keys: str, default: str = "silu") -> str:
+        key = next((key for key in keys if self.raw.get(key) is not None), keys[0])
+        value = self.get(key, default)
+        if value not in ACTIVATIONS:
+            raise bad_config(f"{key} {value!r} is not known; known are {', '.join(ACTIVATIONS)}")
+        return str(value)
+
+    def max_position(self, *keys: str) -> int:
+        return self.size(*(keys or ("max_position_embeddings",)), default=DEFAULT_MAX_POSITION)
+
+    def kv_heads(self, heads: int, *keys: str) -> int:
+        count = self.size(*(keys or ("num_key_value_heads",)), default=heads)
+        if heads % count:
+            raise bad_config(f"{heads} attention heads cannot share {count} key/value heads evenly")
+        return count
+
+    def layer_kinds(self, count: int) -> list[str] | None:
+        """`layer_types`, where the config has them."""
+        kinds = self.get("layer_types")
+        if kinds is not None and len(kinds) != count:
+            raise bad_config(f"layer_types has {len(kinds)} entries for {count} layers")
+        return kinds
+
+    def windows(self, slides: Sequence[bool]) -> list[int | None]:
+        """Per layer, its sliding window. `layer_types` says which layers have one, or `slides` where it is missing."""
+        kinds = self.layer_kinds(len(slides))
+        if unknown := set(kinds or ()) - {"sliding_attention", "full_attention"}:
+            raise UnsupportedModel(
+                f"config.json: layer_types names {sorted(unknown)[0]}",
+                param="layer_types",
+                cause=f"the native {self.architecture} has sliding_attention and full_attention",
+                fix="--model-impl transformers",
+            )
+        chosen = [kind == "sliding_attention" for kind in kinds] if kinds else slides
+        return [self.size("sliding_window") if slide else None for slide in chosen]
+
+    def rope(
+        self,
+        head_dim: int,
+        parameters: Mapping[str, Any] | None = None,
+        *,
+        max_position: int | None = None,
+        fraction: float = 1.0,
+    ) -> RopeConfig:
+        """The rotary embedding of heads this wide. `parameters` are the config's own unless given; `fraction` is the
+        family's default for the part of a head that turns."""
+        length = max_position or self.max_position()
+        if parameters is None:
+            parameters = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        return read_rope(self.raw, dict(parameters), head_dim, length, fraction)
 
 
-def read_decoder_config(raw: Mapping[str, Any], architecture: str) -> DecoderConfig:
-    """The Llama family's config. Defaults are transformers' for the keys that published configs leave out."""
-    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"):
-        if not isinstance(raw.get(key), int) or raw[key] < 1:
-            raise _bad(f"{key} is {raw.get(key)!r}, expected a positive integer")
-    num_heads, qwen2, qwen3 = raw["num_attention_heads"], "Qwen2" in architecture, "Qwen3" in architecture
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
-    attention_bias = bool(raw.get("attention_bias", qwen2))
-    max_position = raw.get("max_position_embeddings") or 2048
-    config = DecoderConfig(
-        architecture=architecture,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-        head_dim=head_dim,
-        max_position=max_position,
-        norm_eps=raw.get("rms_norm_eps") or 1e-6,
-        activation=raw.get("hidden_act") or "silu",
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attention_bias=attention_bias,
-        output_bias=attention_bias and not qwen2,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=qwen3,
-        windows=_windows(raw, architecture),
-        rope=_rope(raw, head_dim, max_position),
-    )
-    _check(config)
-    return config
-
-
-def _check(config: DecoderConfig) -> None:
-    """What would otherwise fail in the middle of loading."""
-    if config.num_heads % config.num_kv_heads:
-        raise _bad(f"{config.num_heads} attention heads cannot share {config.num_kv_heads} key/value heads evenly")
-    if config.activation not in ACTIVATIONS:
-        raise _bad(f"hidden_act {config.activation!r} is not known; known are {', '.join(ACTIVATIONS)}")
-    if len(config.windows) != config.num_layers:
-        raise _bad(f"layer_types has {len(config.windows)} entries for {config.num_layers} layers")
-    required = ROPE_PARAMETERS.get(config.rope.kind)
-    if required is None:
-        raise _bad(f"rope type {config.rope.kind!r} is not known; known are {', '.join(ROPE_PARAMETERS)}")
-    if missing := [name for name in required if config.rope.parameters.get(name) is None]:
-        raise _bad(f"rope type {config.rope.kind} needs {', '.join(missing)}")
-    for name in ("short_factor", "long_factor", "factors"):
-        factors = config.rope.parameters.get(name)
-        if factors is not None and len(factors) != config.rope.dim // 2:
-            raise _bad(f"rope {name} has {len(factors)} entries, expected {config.rope.dim // 2}")
-
-
-def _bad(message: str) -> BadCheckpoint:
-    return BadCheckpoint(f"config.json: {message}", fix="fetch config.json of the model again")
-
-
-def _windows(raw: Mapping[str, Any], architecture: str) -> tuple[int | None, ...]:
-    num_layers, window = raw["num_hidden_layers"], raw.get("sliding_window")
-    if not window or ("Qwen" in architecture and not raw.get("use_sliding_window", False)):
-        return (None,) * num_layers
-    if raw.get("layer_types"):
-        return tuple(window if kind == "sliding_attention" else None for kind in raw["layer_types"])
-    if "Qwen" in architecture:
-        first = raw.get("max_window_layers", 28)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    return (window,) * num_layers if "Mistral" in architecture else (None,) * num_layers
-
-
-def _rope(raw: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+def read_rope(
+    raw: Mapping[str, Any], parameters: dict[str, Any], head_dim: int, max_position: int, fraction: float = 1.0
+) -> RopeConfig:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     kind = {"su": "longrope"}.get(kind, kind)
     theta = parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0
-    fraction = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    share = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    dim = int(head_dim * float(fraction if share is None else share))
     if kind in ("llama3", "yarn", "longrope"):
         # Some configs keep the pretraining length outside the rope section; where both exist that one wins.
         outside = raw.get("original_max_position_embeddings")
         inside = parameters.get("original_max_position_embeddings", max_position)
         parameters["original_max_position_embeddings"] = outside or inside
-    return RopeConfig(kind, float(theta), int(head_dim * fraction), max_position, parameters)
+    rope = RopeConfig(kind, float(theta), dim, max_position, parameters)
+    _check_rope(rope)
+    return rope
+
+
+def _check_rope(rope: RopeConfig) -> None:
+    """What would otherwise fail in the middle of loading."""
+    required = ROPE_PARAMETERS.get(rope.kind)
+    if required is None:
+        raise bad_config(f"rope type {rope.kind!r} is not known; known are {', '.join(ROPE_PARAMETERS)}")
+    if missing := [name for name in required if rope.parameters.get(name) is None]:
+        raise bad_config(f"rope type {rope.kind} needs {', '.join(missing)}")
+    if rope.dim < 2 or rope.dim % 2:
+        raise bad_config(f"the rotary embedding turns {rope.dim} dimensions of a head, which are no pairs")
+    for name in ("short_factor", "long_factor", "factors"):
+        factors = rope.parameters.get(name)
+        if factors is not None and len(factors) != rope.dim // 2:
+            raise bad_config(f"rope {name} has {len(factors)} entries, expected {rope.dim // 2}")
+
+
+def bad_config(message: str) -> BadCheckpoint:
+    return BadCheckpoint(f"config.json: {message}", fix="fetch config.json of the model again")
+
+
+def _positive(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise bad_config(f"{key} is {value!r}, expected a positive integer")
+    return value

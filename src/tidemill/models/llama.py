@@ -1,120 +1,121 @@
-"""The Llama family: Llama, Mistral, Qwen2, Qwen3, SmolLM and whatever else differs only in its config.
+"""The Llama family: Llama, Mistral, Ministral 3, Qwen2, Qwen3, SmolLM and whatever else differs only in its config.
 
 Pre-norm decoder with grouped-query attention, rotary positions and a gated MLP. Bias, q/k norm, sliding window and tied
-embeddings come from the config.
+embeddings come from the config. Other families start from these words and change what they do differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
 
-import torch
+from tidemill.layers.rope_config import RopeConfig
+from tidemill.layers.spec import AttentionSpec, HeadNormSpec, MlpSpec, NormSpec
+from tidemill.models.config import RawConfig
+from tidemill.models.spec import DecoderSpec, LayerSpec
 
-from tidemill.layers.attention import PagedAttention
-from tidemill.layers.linear import Embedding, Head, Linear
-from tidemill.layers.norm import RMSNorm
-from tidemill.layers.parameter import Parameter, Placement
-from tidemill.layers.rope import Rope
-from tidemill.models.config import DecoderConfig
-from tidemill.ops import reference
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+OUT = "self_attn.o_proj"
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+DOWN = "mlp.down_proj"
+
+_MISTRAL = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+_MINISTRAL3 = _MISTRAL | {
+    "vocab_size": 131072,
+    "num_hidden_layers": 34,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+_QWEN = {"max_position_embeddings": 32768, "sliding_window": 4096}
+_ASSUMED: Mapping[str, Mapping[str, Any]] = {
+    # As the text part of a larger model, these are published without what equals transformers' defaults.
+    "MistralForCausalLM": _MISTRAL,
+    "Ministral3ForCausalLM": _MINISTRAL3,
+    "Qwen2ForCausalLM": _QWEN,
+    "Qwen3ForCausalLM": _QWEN,
+}
 
 
-class Attention:
-    def __init__(self, config: DecoderConfig, layer: int, place: Placement) -> None:
-        prefix = f"model.layers.{layer}.self_attn"
-        self.layer = layer
-        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
-        q_size, kv_size = self.heads * self.dim, self.kv_heads * self.dim
-        self.qkv = Linear(
-            config.hidden_size,
-            {f"{prefix}.q_proj": q_size, f"{prefix}.k_proj": kv_size, f"{prefix}.v_proj": kv_size},
-            bias=config.attention_bias,
-            place=place,
+def describe(raw: RawConfig) -> DecoderSpec:
+    raw = raw.assuming(**_ASSUMED.get(raw.architecture, {}))
+    qwen2, qwen3 = raw.architecture.startswith("Qwen2"), raw.architecture.startswith("Qwen3")
+    norm = NormSpec(raw.number("rms_norm_eps", 1e-6))
+    heads = raw.size("num_attention_heads")
+    head_dim = raw.size("head_dim", default=raw.size("hidden_size") // heads)
+    rope = raw.rope(head_dim)
+    attention_bias = raw.flag("attention_bias", qwen2)
+    mlp = MlpSpec(
+        inner=raw.size("intermediate_size"),
+        activation=raw.activation("hidden_act"),
+        up=GATE_UP,
+        down=DOWN,
+        bias=raw.flag("mlp_bias"),
+    )
+    head_norm = HeadNormSpec(norm, "self_attn.q_norm", "self_attn.k_norm") if qwen3 else None
+
+    def layer(window: int | None) -> LayerSpec:
+        attention = AttentionSpec(
+            heads=heads,
+            kv_heads=raw.kv_heads(heads),
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            qkv=QKV,
+            out=OUT,
+            bias=attention_bias,
+            out_bias=attention_bias and not qwen2,
+            window=window,
+            head_norm=head_norm,
+            query_growth=_query_growth(rope),
         )
-        self.out = Linear(q_size, {f"{prefix}.o_proj": config.hidden_size}, bias=config.output_bias, place=place)
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(f"{prefix}.q_norm", self.dim, config.norm_eps, place)
-            self.k_norm = RMSNorm(f"{prefix}.k_norm", self.dim, config.norm_eps, place)
+        return LayerSpec(attention, mlp, "input_layernorm", "post_attention_layernorm")
 
-    def parameters(self) -> Iterator[Parameter]:
-        for part in (self.qkv, self.out, self.q_norm, self.k_norm):
-            if part is not None:
-                yield from part.parameters()
-
-    def __call__(
-        self, x: torch.Tensor, rope: Rope, angles: tuple[torch.Tensor, torch.Tensor], attention: PagedAttention
-    ) -> torch.Tensor:
-        q_size, kv_size = self.heads * self.dim, self.kv_heads * self.dim
-        q, k, v = self.qkv(x).split((q_size, kv_size, kv_size), dim=-1)
-        q, k, v = (t.unflatten(-1, (-1, self.dim)) for t in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope.apply(q, angles), rope.apply(k, angles)
-        return self.out(attention.run(q, k, v, self.layer).flatten(1))
+    return DecoderSpec(
+        architecture=raw.architecture,
+        vocab_size=raw.size("vocab_size"),
+        hidden_size=raw.size("hidden_size"),
+        max_position=raw.max_position(),
+        norm=norm,
+        layers=tuple(layer(window) for window in _windows(raw)),
+        tie_embeddings=raw.flag("tie_word_embeddings"),
+        ropes=(rope,),
+    )
 
 
-class Mlp:
-    def __init__(self, config: DecoderConfig, layer: int, place: Placement) -> None:
-        prefix, width, inner = f"model.layers.{layer}.mlp", config.hidden_size, config.intermediate_size
-        self.activation = config.activation
-        gate_up = {f"{prefix}.gate_proj": inner, f"{prefix}.up_proj": inner}
-        self.gate_up = Linear(width, gate_up, bias=config.mlp_bias, place=place)
-        self.down = Linear(inner, {f"{prefix}.down_proj": width}, bias=config.mlp_bias, place=place)
-
-    def parameters(self) -> Iterator[Parameter]:
-        yield from self.gate_up.parameters()
-        yield from self.down.parameters()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(reference.act_and_mul(self.gate_up(x), self.activation))
+def _windows(raw: RawConfig) -> list[int | None]:
+    count, qwen = raw.size("num_hidden_layers"), raw.architecture.startswith("Qwen")
+    if not raw.get("sliding_window") or (qwen and not raw.flag("use_sliding_window")):
+        return [None] * count
+    if qwen:
+        first = raw.get("max_window_layers", 28)
+        return raw.windows([layer >= first for layer in range(count)])
+    return raw.windows(["istral" in raw.architecture] * count)
 
 
-class Layer:
-    def __init__(self, config: DecoderConfig, layer: int, place: Placement) -> None:
-        prefix = f"model.layers.{layer}"
-        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps, place)
-        self.attention = Attention(config, layer, place)
-        self.mlp_norm = RMSNorm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps, place)
-        self.mlp = Mlp(config, layer, place)
-
-    def parameters(self) -> Iterator[Parameter]:
-        for part in (self.input_norm, self.attention, self.mlp_norm, self.mlp):
-            yield from part.parameters()
-
-
-class LlamaModel:
-    """`forward` gives hidden states for every token of a step, `logits` turns chosen ones into scores."""
-
-    def __init__(self, config: DecoderConfig, max_len: int, place: Placement) -> None:
-        self.config = config
-        self.embedding = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, place)
-        self.layers = [Layer(config, index, place) for index in range(config.num_layers)]
-        self.norm = RMSNorm("model.norm", config.hidden_size, config.norm_eps, place)
-        tied = self.embedding if config.tie_embeddings else None
-        self.head = Head("lm_head", config.vocab_size, config.hidden_size, place, tied)
-        self.rope = Rope(config.rope, max_len, place.device)
-
-    def parameters(self) -> Iterator[Parameter]:
-        yield from self.embedding.parameters()
-        for layer in self.layers:
-            yield from layer.parameters()
-        yield from self.norm.parameters()
-        yield from self.head.parameters()
-
-    def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, attention: PagedAttention
-    ) -> torch.Tensor:
-        residual = self.embedding(tokens)
-        angles = self.rope.angles(positions, lengths)
-        x = self.layers[0].input_norm(residual)
-        for index, layer in enumerate(self.layers):
-            x = layer.attention(x, self.rope, angles, attention)
-            x, residual = layer.mlp_norm.add(x, residual)
-            x = layer.mlp(x)
-            following = self.layers[index + 1].input_norm if index + 1 < len(self.layers) else self.norm
-            x, residual = following.add(x, residual)
-        return x
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
+def _query_growth(rope: RopeConfig) -> tuple[float, int] | None:
+    """Ministral 3: queries beyond the pretraining length grow."""
+    beta = rope.parameters.get("llama_4_scaling_beta")
+    return (
+        None if not beta else (float(beta), rope.parameters.get("original_max_position_embeddings", rope.max_position))
+    )

@@ -27,7 +27,28 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    # Weights kept wider than the activations are applied before rounding.
+    return (weight * wide).to(x.dtype) if weight.dtype == torch.float32 else weight * wide.to(x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def head_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *, centred: bool
+) -> torch.Tensor:
+    """Normalise the last dimension of x [tokens, heads, dim]; weight and bias [heads, dim] are each head's own."""
+    wide = x.float()
+    if centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return (wide if bias is None else wide + bias.float()).to(x.dtype)
+
+
+def soft_cap(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Squeezes scores smoothly into (-cap, cap)."""
+    return torch.tanh(scores / cap) * cap
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -41,14 +62,25 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat(parts, dim=-1)
 
 
+def grow_queries(q: torch.Tensor, positions: torch.Tensor, beta: float, length: int) -> torch.Tensor:
+    """Queries far from the start grow with the logarithm of their position, counted in multiples of `length`."""
+    growth = 1 + beta * torch.log1p((positions // length).float())
+    return q * growth[:, None, None].to(q.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
+
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    return ACTIVATIONS[activation](x)
 
 
 def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -56,12 +88,44 @@ def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
-def write_kv(
-    keys: torch.Tensor, values: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Store keys and values [tokens, kv_heads, dim] at flat slots of a cache [blocks, block_size, kv_heads, dim]."""
-    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, keys)
-    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, values)
+def mix_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Each token's weighted sum over its experts [tokens, top_k]; up [experts, 2 * inner, width] holds gate and up."""
+    out = torch.zeros_like(x)
+    if len(x) == 1:
+        # One token needs no sorting; its experts add up in the same order as in a batch.
+        for expert, weight in sorted(zip(experts[0].tolist(), weights[0].tolist(), strict=True)):
+            out.add_(one_expert(x, up[expert], down[expert], activation), alpha=weight)
+        return out
+    flat = experts.reshape(-1)
+    order = flat.argsort(stable=True)
+    tokens = order.div(experts.shape[1], rounding_mode="floor")
+    factors = weights.reshape(-1, 1).index_select(0, order)
+    first = 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=len(up)).tolist()):
+        if count:
+            part = slice(first, first + count)
+            mine = tokens[part]
+            found = one_expert(x.index_select(0, mine), up[expert], down[expert], activation)
+            # A token goes to an expert once at most, and index_add_ wakes every thread for the smallest addition.
+            out.index_copy_(0, mine, out.index_select(0, mine).addcmul_(found, factors[part]))
+            first += count
+    return out
+
+
+def one_expert(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, activation: str) -> torch.Tensor:
+    return linear(act_and_mul(linear(x, up), activation), down)
+
+
+def write_cache(vectors: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store vectors [tokens, kv_heads, dim] at flat slots of a cache [blocks, block_size, kv_heads, dim]."""
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, vectors)
 
 
 def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, batch: int) -> torch.Tensor:
@@ -70,24 +134,28 @@ def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, batch: int) -> torc
     return cache.index_select(0, blocks).view(batch, -1, heads, dim).transpose(1, 2)
 
 
-def attend_one_each(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    cap: float | None = None,
 ) -> torch.Tensor:
-    """One query per sequence: q [batch, heads, dim], k and v [batch, kv_heads, length, dim], additive mask
-    [batch, 1, 1, length]. The query heads that share a kv head are laid out as positions, so nothing is repeated."""
-    batch, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    grouped = q.view(batch, kv_heads, heads // kv_heads, dim)
-    mask = mask.expand(batch, kv_heads, heads // kv_heads, k.shape[2])
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(batch, heads, dim)
-
-
-def attend_sequence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    """Many queries of one sequence: q [queries, heads, dim], k and v [1, kv_heads, length, dim]; without a mask the
-    queries are the whole sequence and attention is causal."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
-    return out[0].transpose(0, 1)
+    """q [batch, heads, queries, dim], k and v [batch, kv_heads, length, dim], additive mask broadcastable to
+    [batch, heads, queries, length]; without a mask the queries are the whole sequence and attention is causal."""
+    if cap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    batch, heads, queries, dim = q.shape
+    kv_heads, length = k.shape[1], k.shape[2]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads * queries, dim)
+    scores = soft_cap((grouped @ k.transpose(-1, -2)).view(batch, heads, queries, length) * scale, cap)
+    if mask is None:
+        ahead = torch.ones(queries, length, dtype=torch.bool, device=q.device).triu(length - queries + 1)
+        scores = scores.masked_fill(ahead, float("-inf"))
+    else:
+        scores = scores + mask
+    weights = scores.float().softmax(dim=-1).to(q.dtype).view(batch, kv_heads, -1, length)
+    return (weights @ v).view(batch, heads, queries, -1)

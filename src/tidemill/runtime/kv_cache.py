@@ -1,4 +1,4 @@
-"""The paged KV cache: per layer, keys and values in blocks of `block_size` tokens."""
+"""The paged KV cache: pages of `block_size` tokens, each holding what `slots` layers keep of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import mmap
 
 import torch
 
+from tidemill.layers.cache_layout import CacheLayout
 from tidemill.layers.parameter import Placement
 
 
@@ -18,22 +19,26 @@ class KVCache:
     step that wrote them.
     """
 
-    def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, place: Placement
-    ) -> None:
+    def __init__(self, layout: CacheLayout, num_blocks: int, block_size: int, place: Placement) -> None:
         self.padding_block = num_blocks
-        shape = (num_blocks + 1, block_size, kv_heads, head_dim)
 
-        def zeros() -> torch.Tensor:
+        def zeros(kv_heads: int, dim: int) -> torch.Tensor:
+            shape = (num_blocks + 1, block_size, kv_heads, dim)
             if place.device.type != "cpu":
                 return torch.zeros(shape, dtype=place.dtype, device=place.device)
             # Memory straight from the system is zero already and costs nothing until a block is first used.
             size = math.prod(shape) * place.dtype.itemsize
             return torch.frombuffer(mmap.mmap(-1, size), dtype=place.dtype).view(shape)
 
-        self.layers = [(zeros(), zeros()) for _ in range(num_layers)]
+        self.slots = [
+            (
+                zeros(shape.kv_heads, shape.key_dim),
+                zeros(shape.kv_heads, shape.value_dim) if shape.value_dim else None,
+            )
+            for shape in layout.shapes
+        ]
 
-    def wipe(self, slots: torch.Tensor) -> None:
+    def wipe(self, positions: torch.Tensor) -> None:
         """Zero these flat positions in every layer."""
-        for cache in (tensor for layer in self.layers for tensor in layer):
-            cache.view(-1, *cache.shape[2:])[slots] = 0
+        for cache in (tensor for slot in self.slots for tensor in slot if tensor is not None):
+            cache.view(-1, *cache.shape[2:])[positions] = 0

@@ -9,11 +9,24 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+import torch
+
 from tidemill.errors import BadCheckpoint
 from tidemill.layers.parameter import Parameter
 from tidemill.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
+
+NO_WEIGHTS = (
+    "lm_head.weight",
+    "embed_out.weight",
+    "rotary_emb.inv_freq",
+    "attn.bias",
+    "attn.masked_bias",
+    "attention.bias",
+    "attention.masked_bias",
+)
+"""What checkpoints hold besides: heads that are tied to the embedding, and tables and masks of old implementations."""
 
 
 class Loadable(Protocol):
@@ -21,14 +34,20 @@ class Loadable(Protocol):
 
 
 def load_weights(
-    model: Loadable, checkpoint: Checkpoint, on_progress: Callable[[str, int, int], None] | None = None
+    model: Loadable,
+    checkpoint: Checkpoint,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    check: bool = False,
 ) -> None:
+    """`check` also looks at every number once it is loaded."""
     parameters = list(model.parameters())
     _check(parameters, checkpoint)
     total = sum(parameter.target.numel() for parameter in parameters)
     done = 0
     for parameter in parameters:
-        parameter.target.copy_(checkpoint.read(parameter.name))
+        parameter.fill(checkpoint.read(parameter.name))
+        if check:
+            refuse_not_finite(parameter, checkpoint)
         done += parameter.target.numel()
         if on_progress is not None:
             on_progress("loading weights", done, total)
@@ -44,13 +63,56 @@ def _check(parameters: list[Parameter], checkpoint: Checkpoint) -> None:
                 cause=f"the checkpoint holds {len(checkpoint.tensors)} tensors, this one is not among them",
                 fix="fetch the checkpoint again, or correct config.json",
             )
-        if tuple(info.shape) != tuple(parameter.target.shape):
+        if tuple(info.shape) != parameter.stored_shape:
             raise BadCheckpoint(
                 f"{info.file}: tensor {info.name} has shape {tuple(info.shape)}, "
-                f"the config makes it {tuple(parameter.target.shape)}",
+                f"the config makes it {parameter.stored_shape}",
                 fix="config.json and the weights belong to different models: fetch both again",
             )
     unused = set(checkpoint.tensors) - {parameter.name for parameter in parameters}
-    unused = {name for name in unused if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"}
+    unused = {name for name in unused if not name.endswith(NO_WEIGHTS)}
     if unused:
         logger.warning("%d tensors of %s are not used, such as %s", len(unused), origin, sorted(unused)[0])
+
+
+def refuse_not_finite(parameter: Parameter, checkpoint: Checkpoint) -> None:
+    """Raises where a loaded parameter holds NaN or infinity: by the file's fault, or by the precision it runs in."""
+    wrong = _num_not_finite(parameter.target)
+    if not wrong:
+        return
+    _refuse_stored(parameter.name, checkpoint)
+    info, stored = checkpoint.tensors[parameter.name], checkpoint.read(parameter.name)
+    dtype = str(parameter.target.dtype).removeprefix("torch.")
+    raise BadCheckpoint(
+        f"{info.file}: {wrong:,} of {stored.numel():,} values of tensor {info.name} do not fit in {dtype}",
+        cause=f"they are finite in the file, as {info.dtype}, and infinite once loaded",
+        fix="--dtype bfloat16, or --dtype float32",
+    )
+
+
+def check_stored(checkpoint: Checkpoint, on_progress: Callable[[str, int, int], None] | None = None) -> None:
+    """The same for files that somebody else loads."""
+    for done, name in enumerate(checkpoint.tensors, 1):
+        _refuse_stored(name, checkpoint)
+        if on_progress is not None:
+            on_progress("checking weights", done, len(checkpoint.tensors))
+
+
+def _refuse_stored(name: str, checkpoint: Checkpoint) -> None:
+    info, stored = checkpoint.tensors[name], checkpoint.read(name)
+    if wrong := _num_not_finite(stored):
+        raise BadCheckpoint(
+            f"{info.file}: {wrong:,} of {stored.numel():,} values of tensor {info.name} are NaN or infinite",
+            cause="the file is corrupt, or was saved so",
+            fix="fetch the file again; if that does not help, the model itself is broken",
+        )
+
+
+def _num_not_finite(tensor: torch.Tensor) -> int:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0
+    wide = tensor.float() if tensor.element_size() == 1 else tensor
+    # One pass that allocates nothing answers for almost every tensor there is: a NaN is both extremes.
+    if torch.stack(torch.aminmax(wide)).isfinite().all():
+        return 0
+    return tensor.numel() - int(torch.isfinite(wide).sum())

@@ -18,14 +18,17 @@ from tidemill.core.step import NewRow, Slice
 class RowState:
     params: SamplingParams
     num_prompt: int
+    counts_as: int
+    """Every token is computed as if the sequence were at least so long."""
     seed: int
     stop_ids: list[int]
     banned_ids: list[int]
     """Bad words of one token: never allowed."""
     bad_sequences: list[list[int]]
     """Bad words of several tokens: the last one is not allowed after the others."""
-    num_blocks: int = 0
-    num_tokens: int = 0
+    num_blocks: list[int]
+    """Entries of each group's table."""
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -35,28 +38,33 @@ class Gathered:
     tokens: np.ndarray
     positions: np.ndarray
     lengths: np.ndarray
-    slots: np.ndarray
+    slots: list[np.ndarray]
+    """Per group of cache blocks, the flat cache position of every token."""
 
 
 class Rows:
-    def __init__(self, num_rows: int, max_len: int, block_size: int, padding_block: int) -> None:
-        """`padding_block` fills the tables behind a row's own blocks; it is never written, so it is safe to read."""
+    def __init__(self, num_rows: int, max_len: int, block_size: int, padding_block: int, num_groups: int = 1) -> None:
+        """`padding_block` fills the tables where a row has no blocks; it is never written, so it is safe to read."""
         self.block_size, self.padding_block = block_size, padding_block
         # Untouched pages of these cost no memory, however large max_len is.
         self.tokens = np.zeros((num_rows, max_len + 1), dtype=np.int64)
-        self.tables = np.full((num_rows, -(-max_len // block_size)), padding_block, dtype=np.int32)
+        shape = (num_rows, -(-max_len // block_size))
+        self.tables = [np.full(shape, padding_block, dtype=np.int32) for _ in range(num_groups)]
         self.states: list[RowState | None] = [None] * num_rows
 
     def enter(self, new: NewRow) -> None:
         self.tokens[new.row, : len(new.tokens)] = new.tokens
-        self.tables[new.row] = self.padding_block
+        for table in self.tables:
+            table[new.row] = self.padding_block
         self.states[new.row] = RowState(
             params=new.params,
             num_prompt=new.num_prompt,
+            counts_as=max(new.num_prompt, new.counts_as),
             seed=new.seed,
             stop_ids=new.stop_ids,
             banned_ids=[words[0] for words in new.bad_words_ids if len(words) == 1],
             bad_sequences=[words for words in new.bad_words_ids if len(words) > 1],
+            num_blocks=[0] * len(self.tables),
             num_tokens=len(new.tokens),
         )
 
@@ -67,9 +75,15 @@ class Rows:
 
     def extend_table(self, piece: Slice) -> None:
         state = self.state(piece.row)
-        end = state.num_blocks + len(piece.new_blocks)
-        self.tables[piece.row, state.num_blocks : end] = piece.new_blocks
-        state.num_blocks = end
+        for group, blocks in enumerate(piece.new_blocks):
+            if blocks:
+                start, end = state.num_blocks[group], state.num_blocks[group] + len(blocks)
+                self.tables[group][piece.row, start:end] = blocks
+                if blocks[0] < 0:
+                    # Blocks outside a window come first; nobody reads them, and padding is safe to read.
+                    entries = self.tables[group][piece.row, start:end]
+                    entries[entries < 0] = self.padding_block
+                state.num_blocks[group] = end
 
     def append(self, row: int, token: int) -> None:
         state = self.state(row)
@@ -80,14 +94,14 @@ class Rows:
         counts = np.fromiter((piece.count for piece in slices), dtype=np.int64, count=len(slices))
         starts = np.fromiter((piece.start for piece in slices), dtype=np.int64, count=len(slices))
         rows = np.fromiter((piece.row for piece in slices), dtype=np.int64, count=len(slices))
-        prompts = np.fromiter((self.state(piece.row).num_prompt for piece in slices), np.int64, count=len(slices))
+        least = np.fromiter((self.state(piece.row).counts_as for piece in slices), np.int64, count=len(slices))
         first = np.cumsum(counts) - counts
         positions = np.arange(int(counts.sum())) + np.repeat(starts - first, counts)
         rows = np.repeat(rows, counts)
-        slots = self.tables[rows, positions // self.block_size].astype(np.int64) * self.block_size
+        blocks, inside = positions // self.block_size, positions % self.block_size
         return Gathered(
             tokens=self.tokens[rows, positions],
             positions=positions,
-            lengths=np.maximum(np.repeat(prompts, counts), positions + 1),
-            slots=slots + positions % self.block_size,
+            lengths=np.maximum(np.repeat(least, counts), positions + 1),
+            slots=[table[rows, blocks].astype(np.int64) * self.block_size + inside for table in self.tables],
         )

@@ -60,12 +60,13 @@ class Runner:
         return Handle(StepResult(in_step_order))
 
     def _forward(self, slices: list[Slice], inputs: Gathered) -> torch.Tensor:
+        rows = [piece.row for piece in slices]
         self.attention.plan(
             Ragged(
                 query_lens=[piece.count for piece in slices],
                 context_lens=[piece.start + piece.count for piece in slices],
-                tables=self.rows.tables[[piece.row for piece in slices]],
-                slots=self._to_device(inputs.slots),
+                tables=[table[rows] for table in self.rows.tables],
+                slots=[self._to_device(slots) for slots in inputs.slots],
             )
         )
         return self.model.forward(
@@ -84,7 +85,8 @@ class Runner:
         for index, piece in enumerate(slices):
             part = slice(first, first + piece.count)
             if not bool(finite[part].all()):
-                self.cache.wipe(self._to_device(inputs.slots[part]))
+                for slots in inputs.slots:
+                    self.cache.wipe(self._to_device(slots[part]))
                 found.add(index)
             first += piece.count
         return found

@@ -1,7 +1,8 @@
 """Parameters of OpenAI's and vLLM's API that cannot act here, and the values at which they need not act.
 
-A request that sends one at a neutral value (`tools: []`, `store: false`) is served; any other value is refused by name
-with the reason. A feature that arrives later leaves this table and joins a schema.
+A request that sends one at a neutral value (`functions: []`, `store: false`) is served; any other value is refused by
+name with the reason. A feature that arrives later leaves this table and joins a schema; one that arrives in part stays
+here for the other part.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ Body = dict[str, Any]
 Neutral = Callable[[Any, Body], bool]
 
 
+def _never(value: Any, body: Body) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     reason: str
     neutral: Neutral
+    acts: Neutral = _never
+    """Whether the value can act after all; then it is the schema's to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Refusals:
         kept = {}
         for name, value in body.items():
             refusal = self.table.get(name)
-            if refusal is None:
+            if refusal is None or (value is not None and refusal.acts(value, body)):
                 kept[name] = value
             elif value is not None and not refusal.neutral(value, body):
                 raise UnsupportedParameter(f"{name} is not supported: {refusal.reason}", param=name)
@@ -50,20 +57,17 @@ def _empty(value: Any, body: Body) -> bool:
     return isinstance(value, list | dict) and not value
 
 
-def _never(value: Any, body: Body) -> bool:
-    return False
-
-
 def _boolean(value: Any, body: Body) -> bool:
     return isinstance(value, bool)
 
 
-def _tools_off(value: Any, body: Body) -> bool:
-    return isinstance(value, list) and (not value or body.get("tool_choice") == "none")
+def _only_shown(value: Any, body: Body) -> bool:
+    """Whether tools are to be written into the prompt and no calls to be read from the answer."""
+    return bool(value) and body.get("tool_choice") == "none"
 
 
-def _tool_choice_off(value: Any, body: Body) -> bool:
-    return value == "none" or (value == "auto" and not body.get("tools"))
+def _no_tools(value: Any, body: Body) -> bool:
+    return value == "auto" and not body.get("tools")
 
 
 def _same_as_n(value: Any, body: Body) -> bool:
@@ -73,6 +77,10 @@ def _same_as_n(value: Any, body: Body) -> bool:
 
 _CONSTRAINED = "structured output is not available in this version; ask for JSON in the prompt"
 _TOOLS = "tool calling is not available in this version"
+_CALLS = (
+    'answers are not read for tool calls in this version; with tool_choice "none" the tools are written into the '
+    "prompt and the answer is plain text"
+)
 _REASONING = "the served models have no separate reasoning"
 _BEAMS = "beam search is not available; use n with temperature"
 
@@ -102,8 +110,8 @@ _EVERYWHERE = {
 CHAT_REFUSALS = Refusals(
     _EVERYWHERE
     | {
-        "tools": Refusal(_TOOLS, _tools_off),
-        "tool_choice": Refusal(_TOOLS, _tool_choice_off),
+        "tools": Refusal(_CALLS, _empty, _only_shown),
+        "tool_choice": Refusal(_CALLS, _no_tools, _only("none")),
         "parallel_tool_calls": Refusal(_TOOLS, _boolean),
         "functions": Refusal(_TOOLS, _empty),
         "function_call": Refusal(_TOOLS, _only("none")),
@@ -126,4 +134,4 @@ COMPLETION_REFUSALS = Refusals(
     _EVERYWHERE | {"suffix": Refusal("the served models do not fill in the middle; put all text in prompt", _never)}
 )
 
-TOKENIZE_REFUSALS = Refusals({name: CHAT_REFUSALS.table[name] for name in ("tools", "chat_template")})
+TOKENIZE_REFUSALS = Refusals({"chat_template": CHAT_REFUSALS.table["chat_template"]})

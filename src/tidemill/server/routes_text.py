@@ -52,7 +52,7 @@ def text_routes(state: AppState) -> APIRouter:
 
         def work() -> str:
             for position, token in enumerate(body.tokens):
-                if token >= tokenizer.vocab_size:
+                if token >= tokenizer.vocab_size and not tokenizer.knows(token):
                     raise InvalidRequest(
                         f"tokens[{position}] is {token}, but the vocabulary ends at {tokenizer.vocab_size - 1}",
                         param=f"tokens[{position}]",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tidemill.core.params import MAX_LOGPROBS
 from tidemill.server.schemas_common import (
@@ -24,6 +24,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_TOOL_CALLS = 256
 MAX_DOCUMENTS = 1024
+MAX_TOOLS = 1024
 
 # Checked here rather than by SamplingParams, which knows these two fields by other names.
 AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(whole)]
@@ -56,7 +57,7 @@ ToolCalls = Annotated[list[ToolCall], AtMost(MAX_TOOL_CALLS)]
 
 
 class Message(RequestBody):
-    """One turn. `tool_calls` of earlier turns are shown to the chat template."""
+    """One turn. `tool_calls` and reasoning of earlier turns go to the chat template; refused where it reads none."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["role", "content"]})
 
@@ -67,6 +68,8 @@ class Message(RequestBody):
     name: str | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(default=None, description="What led to an earlier answer.")
+    reasoning: str | None = Field(default=None, description="Another name of reasoning_content.")
 
     @model_validator(mode="before")
     @classmethod
@@ -79,7 +82,24 @@ class Message(RequestBody):
         return with_one_unknown(cls, filled)
 
 
+def _checked_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Looked at, not rebuilt: templates write a tool as JSON, in the order the caller wrote it."""
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError('should be {"type": "function", "function": {"name": ..., "parameters": ...}}')
+    return tool
+
+
+_TOOL_SCHEMA = {
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    },
+}
+Tool = Annotated[dict[str, Any], AfterValidator(_checked_tool), Field(json_schema_extra=_TOOL_SCHEMA)]
 Messages = Annotated[list[Message], AtMost(MAX_MESSAGES)]
+Tools = Annotated[list[Tool], AtMost(MAX_TOOLS)]
 Documents = Annotated[list[dict[str, Any]], AtMost(MAX_DOCUMENTS)]
 
 
@@ -100,6 +120,13 @@ class ChatCompletionRequest(GenerationFields):
     )
     documents: Documents | None = Field(
         default=None, description="Passed to the chat template; refused where it reads none."
+    )
+    tools: Tools | None = Field(
+        default=None,
+        description='With tool_choice "none": passed to the chat template; refused where it reads none.',
+    )
+    tool_choice: Literal["none"] | None = Field(
+        default=None, description="Answers are texts; tool calls are not read from them in this version."
     )
 
 

@@ -1,58 +1,99 @@
 """Chat templates: messages in, prompt text out, exactly as transformers renders them.
 
-Templates come with models and are not trusted: they run in jinja2's immutable sandbox and see plain data only. Knows
-where models keep their templates; does not know tokens, tools formats or HTTP.
+Brings the messages into the shape a template takes (text or parts, names of reasoning, arguments of calls) and refuses
+what it would ignore. Where models keep their templates is known by `chat_files`, what a template reads by
+`template_reading`. Does not know tokens or HTTP.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tidemill.errors import BadCheckpoint, ConfigError, InvalidRequest
-from tidemill.text.tokenizer_files import folder_special_tokens, tokenizer_config
-from tidemill.weights.json_file import read_json
-from tidemill.weights.location import ModelFiles
+from tidemill.errors import InvalidRequest, UnsupportedParameter
+from tidemill.text.template_environment import compile_template, plain
+from tidemill.text.template_reading import ContentFormat, Reading, read_template
 
+Messages = Sequence[Mapping[str, Any]]
+Objects = Sequence[Mapping[str, Any]]
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+RESERVED_KWARGS = frozenset(
+    {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents", "self", "tokenize"}
+)
 # Put at the end of the message to continue, and looked for in the rendered text to know where to cut.
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-class ChatTemplate:
-    """A compiled template, and the one for tool use where a model has two."""
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    source: str
+    template: jinja2.Template
+    reading: Reading
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
-        self.source = source
+
+class ChatTemplate:
+    """The compiled templates of a model: one, or several by name, of which `tool_use` is taken when there are tools."""
+
+    def __init__(
+        self, templates: str | Mapping[str, str], special_tokens: Mapping[str, str], origin: str = "the model's own"
+    ) -> None:
+        named = {DEFAULT: templates} if isinstance(templates, str) else dict(templates)
+        self._named = {
+            name: _Compiled(source, compile_template(source), read_template(source)) for name, source in named.items()
+        }
+        self._default = self._named.get(DEFAULT) or next(iter(self._named.values()))
         self.special_tokens = dict(special_tokens)
-        self._template = _compile(source)
-        self._tool_template = None if tool_source is None else _compile(tool_source)
-        self.variables: frozenset[str] = frozenset().union(
-            *(_variables(text) for text in (source, tool_source) if text is not None)
-        )
-        """The names a template reads from outside: whatever else it is given has no effect."""
+        self.origin = origin
+
+    @property
+    def source(self) -> str:
+        return self._default.source
+
+    @property
+    def sources(self) -> dict[str, str]:
+        return {name: one.source for name, one in self._named.items()}
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names any of the templates reads from outside: whatever else they are given has no effect."""
+        return frozenset().union(*(one.reading.variables for one in self._named.values()))
+
+    @property
+    def content_format(self) -> ContentFormat:
+        return self._default.reading.content_format
+
+    def mentions(self, text: str) -> bool:
+        return any(text in one.source for one in self._named.values())
+
+    @property
+    def keywords(self) -> list[str]:
+        """What chat_template_kwargs may set."""
+        return sorted(self.variables - RESERVED_KWARGS - self.special_tokens.keys())
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         *,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        continue_final_message: bool | str = False,
+        tools: Objects | None = None,
+        documents: Objects | None = None,
+        content_format: ContentFormat | Literal["auto"] = "auto",
+        kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. `kwargs` reach the template (enable_thinking and the like)."""
-        chat = [_with_reasoning_names(message) for message in messages]
+        """The prompt. `kwargs` are further variables of the template (enable_thinking and the like).
+
+        `continue_final_message` may name the field to continue, as in transformers: "reasoning_content".
+        """
+        chosen = self._chosen(tools)
+        chat = [_shaped(plain(message), chosen.reading, content_format) for message in messages]
+        field = continue_final_message if isinstance(continue_final_message, str) else "content"
         final = ""
         if continue_final_message:
             if add_generation_prompt:
@@ -61,11 +102,11 @@ class ChatTemplate:
                     param="continue_final_message",
                     fix="set add_generation_prompt to false",
                 )
-            final = _mark_end(chat)
-        template = self._tool_template if tools is not None and self._tool_template is not None else self._template
-        variables = {**self.special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
+            final = _mark_end(chat, field)
+        variables = plain({**self.special_tokens, **(kwargs or {}), "tools": tools, "documents": documents})
+        variables["add_generation_prompt"] = add_generation_prompt
         try:
-            text = template.render(messages=chat, tools=tools, documents=documents, **variables)
+            text = _rendered(chosen.template, chat, variables)
         except jinja2.TemplateError as error:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {error}",
@@ -83,169 +124,143 @@ class ChatTemplate:
             ) from error
         return _cut_at_mark(text, final) if continue_final_message else text
 
+    def refuse_unread(
+        self,
+        messages: Messages = (),
+        *,
+        tools: Objects | None = None,
+        documents: Objects | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises for what the template never reads: it would be ignored without a word."""
+        reading = self._chosen(tools or None).reading
+        for name, given in (("tools", tools), ("documents", documents)):
+            if given and name not in reading.variables:
+                raise UnsupportedParameter(
+                    f"{name} are not read by this model's chat template", param=name, fix=self._fix_for(name)
+                )
+        for name in kwargs or {}:
+            _refuse_reserved(name)
+            if name not in reading.variables:
+                known = ", ".join(self.keywords)
+                raise UnsupportedParameter(
+                    f"chat_template_kwargs: this model's chat template does not read {name[:60]!r}",
+                    param=f"chat_template_kwargs.{name[:60]}",
+                    fix=f"it reads {known}" if known else "leave chat_template_kwargs out",
+                )
+        for index, message in enumerate(messages):
+            _refuse_unread_fields(message, reading, f"messages[{index}]")
 
-def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with content parts joined to one text, which is what templates of text models take."""
+    def _chosen(self, tools: Objects | None) -> _Compiled:
+        return self._named.get(TOOL_USE, self._default) if tools is not None else self._default
+
+    def _fix_for(self, name: str) -> str:
+        able = [other for other, one in self._named.items() if name in one.reading.variables]
+        if able:
+            return f"start the server with --chat-template {able[0]}, which is another of the model's templates"
+        return f"write them into a message, or start the server with a --chat-template that reads {name}"
+
+
+def _rendered(template: jinja2.Template, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    try:
+        return template.render(messages=chat, **variables)
+    except TypeError:
+        # Templates take the arguments of a call as an object, as transformers documents; a few (DeepSeek's) take the
+        # JSON text, and adding an object to a text is a TypeError.
+        as_text = [_with_arguments_as_text(message) for message in chat]
+        if as_text == chat:
+            raise
+        return template.render(messages=as_text, **variables)
+
+
+def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_call_with_text(call) for call in calls]}
+
+
+def _call_with_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def _shaped(message: dict[str, Any], reading: Reading, content_format: str) -> dict[str, Any]:
+    """The message with content in the shape the template takes and reasoning under the names it may look for."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    texts = []
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(
-                f"content parts must be {{'type': 'text', 'text': ...}} for a text model, got {part!r:.80}",
-                param="messages",
-            )
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}
+    wanted = reading.content_format if content_format == "auto" else content_format
+    if wanted == "string" and isinstance(content, list):
+        return {**message, "content": "\n".join(map(_text_of, content))}
+    takes_text = content_format == "auto" and reading.tells_text_from_parts
+    if wanted == "openai" and isinstance(content, str) and not takes_text:
+        return {**message, "content": [{"type": "text", "text": content}]}
+    return message
 
 
-def load_chat_template(files: ModelFiles, override: str | None = None) -> ChatTemplate | None:
-    """The template given by the user (a file, or the text itself), else the model's own, else None."""
-    if files.kind == "gguf":
-        from tidemill.text.gguf_tokenizer import special_tokens_of
-        from tidemill.weights.gguf_file import read_gguf
-
-        metadata = read_gguf(files.path).metadata
-        named, special = _gguf_templates(metadata), special_tokens_of(metadata)
-    else:
-        named, special = _folder_templates(files.path), folder_special_tokens(files.path)
-    if override is not None:
-        return ChatTemplate(_override_source(override), special)
-    source = named.get("default") or next(iter(named.values()), None)
-    return None if source is None else ChatTemplate(source, special, named.get("tool_use"))
+def refuse_media(messages: Messages) -> None:
+    """Raises for content parts that are no text: a template would write a mark for media that nobody encodes."""
+    for message in messages:
+        content = plain(message).get("content")
+        for part in content if isinstance(content, list) else ():
+            _text_of(part)
 
 
-def _folder_templates(folder: Path) -> dict[str, str]:
-    """Template by name. Separate files are newer than the entry in tokenizer_config.json and win over it."""
-    templates: dict[str, str] = {}
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = _read(folder / "chat_template.jinja")
-        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            templates[path.stem] = _read(path)
-        return templates
-    value = read_json(folder / "chat_template.json").get("chat_template")
-    value = value or tokenizer_config(folder).get("chat_template")
-    if isinstance(value, str):
-        return {"default": value}
-    if isinstance(value, list):
-        return {entry["name"]: entry["template"] for entry in value}
-    return dict(value) if isinstance(value, dict) else {}
-
-
-def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    prefix = "tokenizer.chat_template"
-    named = {key[len(prefix) + 1 :]: text for key, text in metadata.items() if key.startswith(f"{prefix}.")}
-    return {"default": metadata[prefix], **named} if prefix in metadata else named
-
-
-def _override_source(override: str) -> str:
-    """Text holds a tag or a line break; anything else is meant as a path."""
-    if any(sign in override for sign in ("{{", "{%", "\n")):
-        return override
-    path = Path(override).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            f"no chat template at {override}",
-            param="chat_template",
-            cause=f"{path.absolute()} is not a file, and the value is not a template either",
-            fix="--chat-template path/to/template.jinja",
-        )
-    return _read(path)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"{path} cannot be read", cause=str(error), fix="check the file") from error
-
-
-def _variables(source: str) -> set[str]:
-    environment = _environment()
-    return meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+def _text_of(part: Any) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(text := part.get("text"), str):
+        return text
+    raise InvalidRequest(
+        f"content parts must be {{'type': 'text', 'text': ...}} for a text model, got {part!r:.80}", param="messages"
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
 
 
-def _compile(source: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            f"the chat template has a syntax error on line {error.lineno}: {error.message}",
-            param="chat_template",
-            cause=f"{error.message} (line {error.lineno})",
-            fix="correct it, or pass another one: --chat-template path/to/template.jinja",
-        ) from error
+def _refuse_reserved(name: str) -> None:
+    if name in RESERVED_KWARGS:
+        raise InvalidRequest(
+            f"chat_template_kwargs cannot set {name}", param="chat_template_kwargs", fix=f"send {name} beside it"
+        )
 
 
-class _GenerationTag(Extension):
-    """Accepts {% generation %}...{% endgeneration %}, which marks assistant text for training, as plain text."""
-
-    tags = {"generation"}  # noqa: RUF012 - the type is jinja2's
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
-
-    def _render(self, caller: Any) -> str:
-        return str(caller())
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _refuse_unread_fields(message: Mapping[str, Any], reading: Reading, path: str) -> None:
+    if message.get("tool_calls") and "tool_calls" not in reading.words:
+        raise UnsupportedParameter(
+            f"{path}.tool_calls are not read by this model's chat template, so the model would not see them",
+            param=f"{path}.tool_calls",
+            fix="write the calls into the message's content",
+        )
+    given = next((name for name in _REASONING if message.get(name)), None)
+    if given is not None and not reading.words.intersection(_REASONING):
+        raise UnsupportedParameter(
+            f"{path}.{given} is not read by this model's chat template, so the model would not see it",
+            param=f"{path}.{given}",
+            fix="leave it out, or write it into the message's content",
+        )
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _with_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Reasoning travels under three names; templates read one or the other."""
-    plain = dict(message)
-    reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
-    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-
-
-def _mark_end(chat: list[dict[str, Any]]) -> str:
+def _mark_end(chat: list[dict[str, Any]], field: str) -> str:
     """Marks the end of the last message's text and returns that text."""
-    content = chat[-1].get("content") if chat else None
-    if isinstance(content, str):
-        chat[-1]["content"] = content + _CONTINUE_MARK
-        return content
-    if isinstance(content, (list, tuple)):
-        parts = [dict(part) if isinstance(part, Mapping) else part for part in content]
-        for part in reversed(parts):
+    last = chat[-1] if chat else {}
+    value = last.get(field)
+    if isinstance(value, str):
+        # Reasoning stands there under several names, and the template reads one of them.
+        same = [name for name in _REASONING if last.get(name) == value] if field in _REASONING else [field]
+        for name in same:
+            last[name] = value + _CONTINUE_MARK
+        return value
+    if isinstance(value, list):
+        for part in reversed(value):
             if isinstance(part, dict) and isinstance(part.get("text"), str):
                 text: str = part["text"]
                 part["text"] = text + _CONTINUE_MARK
-                chat[-1]["content"] = parts
                 return text
     raise InvalidRequest(
         "continue_final_message needs a final message with text to continue",
         param="continue_final_message",
-        fix="end the messages with an assistant message that has content",
+        fix=f"end the messages with an assistant message that has {field}",
     )
 
 

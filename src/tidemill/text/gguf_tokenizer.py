@@ -183,8 +183,9 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], match_normali
         if kind == _CONTROL or (kind == _UNKNOWN and token in named):
             special.append(AddedToken(token, normalized=False, special=True))
         elif kind == _USER_DEFINED:
-            spaced = _SPACE in token
-            if not spaced or match_normalized:
+            # llama.cpp's converter writes their spaces as spaces, and text may hold either spelling.
+            spaced = match_normalized and (_SPACE in token or " " in token)
+            if spaced or _SPACE not in token:
                 defined.append(AddedToken(token, normalized=spaced, special=False))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(defined)

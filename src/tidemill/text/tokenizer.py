@@ -7,7 +7,7 @@ bytes of every token; does not stream (the engine's detokenizer does) and does n
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,17 @@ class Tokenizer:
     """Ids as transformers would give them; special tokens written out in a text are special tokens."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], stop_ids: Iterable[int] = ()
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        stop_ids: Iterable[int],
+        files: ModelFiles,
     ) -> None:
         # A limit saved in tokenizer.json would cut prompts silently.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
+        self.files = files
         self.special_tokens_map: dict[str, str] = dict(special_tokens)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id = self._id_of("bos_token")
@@ -82,6 +87,15 @@ class Tokenizer:
             return str(token).removeprefix("##").encode()
         return str(token).replace(_SPACE, " ").encode()
 
+    @property
+    def added_ids(self) -> Collection[int]:
+        """Tokens that were added to the vocabulary, special or not."""
+        return self._added.keys()
+
+    def knows(self, id: int) -> bool:
+        """Whether an id is a token; there may be holes, and models have rows to spare."""
+        return self.backend.id_to_token(id) is not None
+
     @cached_property
     def vocabulary(self) -> dict[str, int]:
         """Every token string with its id, added tokens included."""
@@ -104,7 +118,7 @@ def load_tokenizer(
         backend, special = from_folder(source.path, trust_remote_code)
     else:
         backend, special = from_gguf(source_metadata, source.path.name)
-    return Tokenizer(backend, special, stops)
+    return Tokenizer(backend, special, stops, source)
 
 
 def _gguf_metadata(files: ModelFiles) -> dict[str, Any] | None:

@@ -1,46 +1,93 @@
-"""What the files beside tokenizer.json say: special tokens and the tokens added after training.
+"""What the files beside a vocabulary say: special tokens and the tokens added after training.
 
-Knows Hugging Face's file names in their old and new spellings; does not tokenize.
+Knows Hugging Face's file names in their old and new spellings, and reads them as transformers 5 does; does not
+tokenize.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
+
+from tidemill.errors import BadCheckpoint
 from tidemill.weights.json_file import read_json
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "tokenizer_config.json")
 
 
-def folder_special_tokens(folder: Path) -> dict[str, str]:
-    """bos_token, eos_token and the others, as strings; what a chat template may refer to."""
-    config, legacy = tokenizer_config(folder), read_json(folder / "special_tokens_map.json")
-    # Before configs carried `added_tokens_decoder`, the separate map was the authority.
-    first, second = (config, legacy) if "added_tokens_decoder" in config else (legacy, config)
-    found: dict[str, str] = {}
-    for name in _NAMES:
-        text = _content(first.get(name)) or _content(second.get(name))
-        if text:
-            found[name] = text
-    return found
+def named_special_tokens(folder: Path) -> dict[str, AddedToken]:
+    """bos_token, eos_token and the others; models have names of their own too, such as image_token."""
+    config, merged = tokenizer_config(folder), _merged(folder)
+    found = {name: _special(merged[name]) for name in _NAMES if _content(merged.get(name))}
+    own = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, str)}
+    extra = merged.get("extra_special_tokens")
+    own |= extra if isinstance(extra, dict) else {}
+    return found | {name: _special(value) for name, value in own.items() if name not in _NAMES and _content(value)}
 
 
-def added_tokens(folder: Path) -> list[dict[str, Any]]:
-    """Tokens the folder adds to the vocabulary, by rising id, with the flags AddedToken takes."""
-    described: dict[int, dict[str, Any]] = {}
-    for token, token_id in read_json(folder / "added_tokens.json").items():
-        described[int(token_id)] = {"content": token, "normalized": True, "special": False}
-    for token_id, entry in (tokenizer_config(folder).get("added_tokens_decoder") or {}).items():
-        described[int(token_id)] = dict(entry)
-    return [described[token_id] for token_id in sorted(described)]
+def extra_special_tokens(folder: Path) -> list[AddedToken]:
+    """Special tokens without a name. What the config lists counts, the older file only where it lists none."""
+    for holder in (tokenizer_config(folder), _merged(folder)):
+        listed = holder.get("extra_special_tokens") or holder.get("additional_special_tokens")
+        if isinstance(listed, list):
+            return [_special(entry) for entry in listed]
+    return []
+
+
+def added_tokens(folder: Path) -> dict[int, AddedToken]:
+    """Tokens the folder adds to the vocabulary, by id: tokenizer_config.json, or added_tokens.json before it."""
+    config = tokenizer_config(folder)
+    if "added_tokens_decoder" in config:
+        entries = config["added_tokens_decoder"] or {}
+        return {int(token_id): _added_token(entries[token_id]) for token_id in sorted(entries, key=int)}
+    legacy = read_json(folder / "added_tokens.json")
+    special = {token.content for token in named_special_tokens(folder).values()}
+    for name in ("extra_special_tokens", "additional_special_tokens"):
+        special.update(_texts(config.get(name)))
+    by_id = sorted((int(token_id), token) for token, token_id in legacy.items())
+    return {
+        token_id: AddedToken(token, normalized=token not in special, special=token in special)
+        for token_id, token in by_id
+    }
+
+
+def _merged(folder: Path) -> dict[str, Any]:
+    """Before configs carried `added_tokens_decoder`, special_tokens_map.json was the authority."""
+    config = tokenizer_config(folder)
+    if "added_tokens_decoder" in config:
+        return config
+    return config | read_json(folder / "special_tokens_map.json")
+
+
+def _added_token(entry: Any) -> AddedToken:
+    text = _content(entry)
+    if text is None:
+        raise BadCheckpoint(
+            "tokenizer_config.json describes an added token without its text",
+            cause=f"found {entry!r:.80}",
+            fix="download it again, or pass --tokenizer with a folder or hub id that has a tokenizer.json",
+        )
+    flags = {flag: bool(entry[flag]) for flag in _FLAGS if isinstance(entry, dict) and flag in entry}
+    return AddedToken(text, **flags)
+
+
+def _special(entry: Any) -> AddedToken:
+    return _added_token({**entry, "special": True} if isinstance(entry, dict) else {"content": entry, "special": True})
+
+
+def _texts(tokens: Any) -> Iterable[str]:
+    return [text for token in tokens if (text := _content(token))] if isinstance(tokens, list) else []
 
 
 def _content(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and value else None

@@ -1,4 +1,4 @@
-"""The places a tokenizer can be: tokenizer.json, GGUF metadata, a SentencePiece model, or what only transformers reads.
+"""The places a tokenizer can be: tokenizer.json, GGUF metadata, files of their makers, or what only transformers reads.
 
 Each source gives a `tokenizers.Tokenizer` and the names of its special tokens. As in transformers 5, tokenizer.json
 alone says what surrounds a text (`add_bos_token` beside it is a leftover of older classes); the other files only add
@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
 
 from tidemill.errors import BadCheckpoint, UnsupportedModel
-from tidemill.text.tokenizer_files import added_tokens, folder_special_tokens, tokenizer_config
+from tidemill.text.llama_class import as_llama_class
+from tidemill.text.tokenizer_files import added_tokens, extra_special_tokens, named_special_tokens, tokenizer_config
+from tidemill.weights.json_file import read_json
 
-_SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
 
 Source = tuple[tokenizers.Tokenizer, dict[str, str]]
 
@@ -29,14 +30,20 @@ def from_gguf(metadata: Mapping[str, Any], file: str) -> Source:
 
 
 def from_folder(folder: Path, trust_remote_code: bool) -> Source:
-    """tokenizer.json where there is one, else a SentencePiece model; transformers for what neither is."""
+    """tokenizer.json where there is one, else a vocabulary of its maker; transformers for what none of these is."""
     from tidemill.text.sentencepiece_file import is_sentencepiece
+    from tidemill.text.tekken_file import TEKKEN_FILE, read_tekken
+    from tidemill.text.tiktoken_file import find_tiktoken
 
     if (folder / "tokenizer.json").exists():
         return _from_json(folder)
+    if (folder / TEKKEN_FILE).is_file():
+        return _with_neighbours(folder, read_tekken(folder / TEKKEN_FILE))
     for name in _SENTENCEPIECE_NAMES:
         if (folder / name).is_file() and is_sentencepiece(folder / name):
             return _from_sentencepiece(folder, folder / name)
+    if (table := find_tiktoken(folder)) is not None:
+        return _from_tiktoken(folder, table)
     return _from_transformers(folder, trust_remote_code)
 
 
@@ -49,40 +56,44 @@ def _from_json(folder: Path) -> Source:
         raise BadCheckpoint(
             f"{path} cannot be read", cause=str(error), fix="download it again, or upgrade: pip install -U tokenizers"
         ) from error
-    special = folder_special_tokens(folder)
-    _add_missing(backend, folder, special)
-    return backend, special
-
-
-def _add_missing(backend: tokenizers.Tokenizer, folder: Path, special: Mapping[str, str]) -> None:
-    """Tokens named beside tokenizer.json but absent from it join the end of the vocabulary, as in transformers."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    names = set(special.values())
-    for entry in added_tokens(folder):
-        if entry["content"] in known:
-            continue
-        flags = {
-            key: entry[key] for key in ("lstrip", "rstrip", "single_word", "normalized", "special") if key in entry
-        }
-        if entry["content"] in names:
-            flags["special"] = True
-        known.add(entry["content"])
-        backend.add_tokens([AddedToken(entry["content"], **flags)])
-    missing = [token for token in dict.fromkeys(special.values()) if token not in known]
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+    as_llama_class(backend, tokenizer_config(folder), read_json(folder / "config.json").get("model_type"))
+    return _with_neighbours(folder, (backend, {}))
 
 
 def _from_sentencepiece(folder: Path, path: Path) -> Source:
     from tidemill.text.sentencepiece_file import read_sentencepiece
 
-    config, named = tokenizer_config(folder), folder_special_tokens(folder)
+    config = tokenizer_config(folder)
     metadata = read_sentencepiece(path)
     for key in ("add_bos_token", "add_eos_token"):
         if isinstance(config.get(key), bool):
             metadata[f"tokenizer.ggml.{key}"] = config[key]
-    backend, own = from_gguf(metadata, path.name)
-    special = own | named
-    _add_missing(backend, folder, special)
+    return _with_neighbours(folder, from_gguf(metadata, path.name))
+
+
+def _from_tiktoken(folder: Path, path: Path) -> Source:
+    from tidemill.text.tiktoken_file import read_tiktoken
+
+    model_type = read_json(folder / "config.json").get("model_type")
+    return _with_neighbours(folder, read_tiktoken(path, model_type, added_tokens(folder), tokenizer_config(folder)))
+
+
+def _with_neighbours(folder: Path, source: Source) -> Source:
+    """Tokens named beside a vocabulary but absent from it join its end, as in transformers."""
+    backend, special = source
+    named = named_special_tokens(folder)
+    special |= {name: token.content for name, token in named.items()}
+    tokens = list(added_tokens(folder).values())
+    for token in tokens:
+        # Not every config marks the tokens it names.
+        token.special = token.special or token.content in special.values()
+    known = {token.content for token in (*tokens, *backend.get_added_tokens_decoder().values())}
+    for token in (*named.values(), *extra_special_tokens(folder)):
+        if token.content not in known:
+            tokens.append(token)
+            known.add(token.content)
+    # The library leaves tokens alone that it has.
+    backend.add_tokens(tokens)
     return backend, special
 
 

@@ -36,7 +36,7 @@ class Checkpoint(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str) -> torch.Tensor:
-        """A dense tensor: a view of the mapped file where it is stored dense, float32 where it was quantised."""
+        """A dense tensor: a view of the mapped file where it is stored as it is, float32 where it was changed."""
         ...
 
 
@@ -45,6 +45,15 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
         from tidemill.weights.gguf_checkpoint import GgufCheckpoint
 
         return GgufCheckpoint(files)
-    from tidemill.weights.safetensors_folder import SafetensorsFolder
+    from tidemill.weights.shards import no_weights, pickled_shards, safetensors_shards
 
-    return SafetensorsFolder(files)
+    # Where a model is published in both, safetensors need no parsing and run no code.
+    if (shards := safetensors_shards(files.path)) is not None:
+        from tidemill.weights.safetensors_folder import SafetensorsFolder
+
+        return SafetensorsFolder(files, shards)
+    if (shards := pickled_shards(files.path)) is not None:
+        from tidemill.weights.pickle_folder import PickleFolder
+
+        return PickleFolder(files, shards)
+    raise no_weights(files.path)

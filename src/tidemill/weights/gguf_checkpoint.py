@@ -1,26 +1,29 @@
 """A GGUF file seen as a Hugging Face checkpoint.
 
-Joins the container (`gguf_file`), the translation (`gguf_names`) and the numbers (`gguf_dequant`). Besides dense
-tensors it hands out quantised blocks as stored, rows already in Hugging Face order, for whoever computes on them.
+Joins the container (`gguf_file`), the translation (`gguf_architectures`, `gguf_names`) and the numbers
+(`gguf_dequant`), and undoes what the converter did to rows, norms and experts. Besides dense tensors it hands out
+quantised blocks as stored, rows already in Hugging Face order, for whoever computes on them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tidemill.errors import BadCheckpoint, UnsupportedModel
 from tidemill.weights.checkpoint import TensorInfo
-from tidemill.weights.gguf_file import GgufTensor, read_gguf
-from tidemill.weights.gguf_names import (
-    ROTARY_FACTORS,
+from tidemill.weights.gguf_architectures import (
+    ARCHITECTURES,
     architecture_of,
-    hf_config,
-    hf_generation_config,
     hf_name,
+    is_shifted_norm,
     rotary_heads,
 )
+from tidemill.weights.gguf_file import GgufTensor, read_gguf
+from tidemill.weights.gguf_names import hf_config, hf_generation_config
 from tidemill.weights.location import ModelFiles
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ class GgufCheckpoint:
         self.files = files
         self._gguf = read_gguf(files.path)
         metadata, tensors, file = self._gguf.metadata, self._gguf.tensors, files.path.name
-        self._architecture = architecture_of(metadata, file)
+        self._architecture = ARCHITECTURES[architecture_of(metadata, file)]
         embedding = tensors.get("token_embd.weight")
         if embedding is None:
             raise BadCheckpoint(
@@ -44,9 +47,12 @@ class GgufCheckpoint:
                 cause="it holds a vocabulary or an adapter, not a whole model",
                 fix="point at the GGUF of the whole model",
             )
-        self.config: dict[str, Any] = hf_config(metadata, tensors, embedding.shape[0], self._rotary_factors, file)
+        self.config: dict[str, Any] = hf_config(metadata, tensors, embedding.shape[0], self._floats, file)
         self.generation_config: dict[str, Any] = hf_generation_config(metadata)
-        self._sources = {name: tensor for tensor in tensors.values() if (name := hf_name(tensor.name)) is not None}
+        self._sources: dict[str, GgufTensor] = {}
+        for tensor in tensors.values():
+            if (name := hf_name(tensor.name, self._architecture)) is not None:
+                self._sources.update(_experts(name, tensor) if "*" in name else ((name, tensor),))
         self.tensors = {
             name: TensorInfo(name, tensor.shape, tensor.type, tensor.nbytes, file)
             for name, tensor in self._sources.items()
@@ -63,7 +69,8 @@ class GgufCheckpoint:
         gguf_dequant.check_supported(source.type, source.name)
         raw = self.read_blocks(name)
         if gguf_dequant.is_dense(source.type):
-            return gguf_dequant.dense_view(raw.reshape(-1), source.type, source.shape)
+            dense = gguf_dequant.dense_view(raw.reshape(-1), source.type, source.shape)
+            return dense.float() - 1 if is_shifted_norm(source.name, self._architecture) else dense
         return gguf_dequant.dequantize(raw, source.type, source.shape)
 
     def read_blocks(self, name: str) -> torch.Tensor:
@@ -71,7 +78,7 @@ class GgufCheckpoint:
         import torch
 
         source = self._source(name)
-        raw = self._native_order(source, self._gguf.raw(source.name))
+        raw = self._native_order(source, self._gguf.raw(source))
         heads = rotary_heads(source.name, self.config, self._architecture)
         if heads is None:
             rows = source.shape[0] if len(source.shape) > 1 else 1
@@ -89,9 +96,9 @@ class GgufCheckpoint:
             )
         return self._sources[name]
 
-    def _rotary_factors(self) -> list[float]:
+    def _floats(self, gguf_name: str) -> list[float]:
         dtype = np.dtype(np.float32).newbyteorder(">" if self._gguf.big_endian else "<")
-        return self._gguf.raw(ROTARY_FACTORS).view(dtype).tolist()
+        return self._gguf.raw(self._gguf.tensors[gguf_name]).view(dtype).tolist()
 
     def _native_order(self, source: GgufTensor, raw: np.ndarray) -> np.ndarray:
         if not self._gguf.big_endian:
@@ -111,3 +118,12 @@ class GgufCheckpoint:
         for at in _SWAPPED_AT[source.type]:
             swapped[:, [at, at + 1]] = swapped[:, [at + 1, at]]
         return swapped.reshape(-1)
+
+
+def _experts(name: str, stack: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+    """Each expert of a stack under its own name; an expert's rows lie together, so it is a tensor of its own."""
+    count = stack.shape[0]
+    nbytes = stack.nbytes // count
+    for expert in range(count):
+        part = replace(stack, shape=stack.shape[1:], offset=stack.offset + expert * nbytes, nbytes=nbytes)
+        yield name.replace("*", str(expert)), part

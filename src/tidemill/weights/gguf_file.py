@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tidemill.errors import BadCheckpoint, UnsupportedModel
+from tidemill.weights.lfs import refuse_lfs_pointer
 from tidemill.weights.mapping import map_file
 
 _STRING, _ARRAY = 8, 9
@@ -81,9 +82,8 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
     data: mmap.mmap
 
-    def raw(self, name: str) -> np.ndarray:
+    def raw(self, tensor: GgufTensor) -> np.ndarray:
         """A tensor's bytes as stored, without copying."""
-        tensor = self.tensors[name]
         return np.frombuffer(self.data, np.uint8, tensor.nbytes, tensor.offset)
 
 
@@ -102,6 +102,7 @@ class _Parser:
 
     def parse(self) -> GgufFile:
         if self.data[:4] != b"GGUF":
+            refuse_lfs_pointer(self.path)
             raise self.bad(f"starts with {self.data[:4]!r}, not with b'GGUF'", fix="point at a real .gguf file")
         self.position = 4
         version = self.version()

@@ -1,139 +1,90 @@
-"""From GGUF's words to Hugging Face's: config keys, tensor names, and the row order of rotary weights.
+"""From GGUF's metadata keys to the keys of Hugging Face's config.json and generation_config.json.
 
-Knows the architectures that can be translated and nothing about files, bytes or kernels. A new architecture is one
-entry in `_ARCHITECTURES`.
+Knows what each family (`gguf_architectures`) says beyond the common keys, and the constants that llama.cpp takes for
+granted where a file is silent. Knows nothing about files, bytes or kernels.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tidemill.errors import BadCheckpoint, UnsupportedModel
-
-
-@dataclass(frozen=True)
-class _Architecture:
-    model_type: str
-    class_name: str
-    # llama.cpp's converter reorders q and k rows of this family for rotation of neighbouring pairs
-    interleaved_rotary: bool
-
-
-_ARCHITECTURES = {
-    "llama": _Architecture("llama", "LlamaForCausalLM", True),
-    "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM", False),
-    "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM", False),
-}
-
-_TOP_LEVEL = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_IN_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-ROTARY_FACTORS = "rope_freqs.weight"
-# Written by some converters; carries nothing the config does not say.
-_IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight")
+from tidemill.weights.gguf_architectures import (
+    ARCHITECTURES,
+    LONG_FACTORS,
+    ROTARY_FACTORS,
+    SHORT_FACTORS,
+    architecture_of,
+)
 
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+# The two largest Gemmas scale attention by hidden size per head, the others by head size; no key of the file says so.
+_SCALED_BY_HIDDEN_SIZE = {("gemma2", 46), ("gemma3", 62)}
+_GEMMA3_LOCAL_THETA = 10000.0
 
 
-def architecture_of(metadata: Mapping[str, Any], file: str) -> str:
-    name = metadata.get("general.architecture")
-    if name not in _ARCHITECTURES:
-        raise UnsupportedModel(
-            f"{file}: GGUF architecture '{name}' is not supported",
-            cause=f"supported in GGUF: {', '.join(_ARCHITECTURES)}",
-            fix="use the model's safetensors folder or hub id instead",
-        )
-    if metadata.get(f"{name}.expert_count", 0):
-        raise UnsupportedModel(
-            f"{file}: mixture-of-experts models are not read from GGUF",
-            cause=f"{name}.expert_count is {metadata[f'{name}.expert_count']}",
-            fix="use the model's safetensors folder or hub id instead",
-        )
-    return str(name)
+class _Words:
+    """The metadata of one architecture, asked without its prefix."""
 
+    def __init__(self, metadata: Mapping[str, Any], architecture: str, file: str) -> None:
+        self.metadata, self.architecture, self.file = metadata, architecture, file
 
-def hf_name(name: str) -> str | None:
-    """The Hugging Face name of a tensor, or None for one that is no weight (rotary tables)."""
-    if name in _TOP_LEVEL:
-        return _TOP_LEVEL[name]
-    match = _BLOCK.fullmatch(name)
-    if match and match[2] in _IN_BLOCK:
-        return f"model.layers.{match[1]}.{_IN_BLOCK[match[2]]}.{match[3]}"
-    if _IGNORED.fullmatch(name):
-        return None
-    raise UnsupportedModel(
-        f"GGUF tensor {name} has no known meaning",
-        cause="the file holds a variant of the architecture that is not supported",
-        fix="use the model's safetensors folder or hub id instead",
-    )
+    def need(self, key: str) -> Any:
+        if (value := self.maybe(key)) is None:
+            raise BadCheckpoint(
+                f"{self.file} does not say {self.architecture}.{key}",
+                cause="the metadata entry is missing",
+                fix="download the file again, or convert the model again with llama.cpp",
+            )
+        return value
 
+    def maybe(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{self.architecture}.{key}", default)
 
-def rotary_heads(name: str, config: Mapping[str, Any], architecture: str) -> int | None:
-    """Over how many heads the rows of a tensor were interleaved by the converter; None where they were not."""
-    match = _BLOCK.fullmatch(name)
-    if not match or not _ARCHITECTURES[architecture].interleaved_rotary:
-        return None
-    counts = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    return counts.get(match[2])
+    def number(self, key: str, default: float | None = None) -> float | None:
+        value = self.maybe(key, default)
+        return None if value is None else _shortest(value)
+
+    def uniform(self, key: str, default: Any = None) -> int:
+        """A per-layer list is fine as long as all layers agree."""
+        value = self.need(key) if default is None else self.maybe(key, default)
+        if not isinstance(value, list):
+            return int(value)
+        if len(set(value)) != 1:
+            raise UnsupportedModel(
+                f"{self.file}: layers of different shape are not read from GGUF",
+                cause=f"{self.architecture}.{key} is {value}",
+                fix="use the model's safetensors folder or hub id instead",
+            )
+        return int(value[0])
 
 
 def hf_config(
     metadata: Mapping[str, Any],
     tensor_names: Collection[str],
     vocab_rows: int,
-    read_factors: Callable[[], list[float]],
+    read_floats: Callable[[str], list[float]],
     file: str,
 ) -> dict[str, Any]:
-    """What config.json would say. `read_factors` is called only when the file carries rotary factors."""
+    """What config.json would say. `read_floats` is called only for tensors that hold rotary factors."""
     name = architecture_of(metadata, file)
-    architecture = _ARCHITECTURES[name]
-
-    def need(key: str) -> Any:
-        if (value := metadata.get(f"{name}.{key}")) is None:
-            raise BadCheckpoint(
-                f"{file} does not say {name}.{key}",
-                cause="the metadata entry is missing",
-                fix="download the file again, or convert the model again with llama.cpp",
-            )
-        return value
-
-    def maybe(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{name}.{key}", default)
-
-    heads = _uniform(need("attention.head_count"), "attention.head_count", file)
-    head_dim = maybe("attention.key_length") or need("embedding_length") // heads
+    words = _Words(metadata, name, file)
+    heads = words.uniform("attention.head_count")
+    head_dim = words.maybe("attention.key_length") or words.need("embedding_length") // heads
     config: dict[str, Any] = {
-        "architectures": [architecture.class_name],
-        "model_type": architecture.model_type,
-        "hidden_size": need("embedding_length"),
-        "num_hidden_layers": need("block_count"),
+        "architectures": [ARCHITECTURES[name].class_name],
+        "model_type": ARCHITECTURES[name].model_type,
+        "hidden_size": words.need("embedding_length"),
+        "num_hidden_layers": words.need("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _uniform(maybe("attention.head_count_kv", heads), "attention.head_count_kv", file),
+        "num_key_value_heads": words.uniform("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": _uniform(need("feed_forward_length"), "feed_forward_length", file),
+        "intermediate_size": words.uniform("feed_forward_length"),
         "hidden_act": "silu",
-        "rms_norm_eps": _shortest(need("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(maybe("rope.freq_base", 10000.0)),
-        "max_position_embeddings": need("context_length"),
+        "rms_norm_eps": _shortest(words.need("attention.layer_norm_rms_epsilon")),
+        "rope_theta": words.number("rope.freq_base", 10000.0),
+        "max_position_embeddings": words.need("context_length"),
         "vocab_size": vocab_rows,
         "tie_word_embeddings": "output.weight" not in tensor_names,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -141,21 +92,18 @@ def hf_config(
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         "dtype": "float32",
     }
-    rotary_width = maybe("rope.dimension_count", head_dim)
+    rotary_width = words.maybe("rope.dimension_count", head_dim)
     if rotary_width != head_dim:
         config["partial_rotary_factor"] = rotary_width / head_dim
     # Qwen2's biases are part of its definition; the other families say it in their config.
     if name != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in tensor_names
-    if name == "llama":
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensor_names
-    if window := maybe("attention.sliding_window"):
+    if window := words.maybe("attention.sliding_window"):
         config["sliding_window"] = window
-        if config["architectures"] == ["LlamaForCausalLM"]:
-            # Converters write Mistral as llama; the window is what tells them apart.
-            config["architectures"], config["model_type"] = ["MistralForCausalLM"], "mistral"
-    factors = read_factors() if ROTARY_FACTORS in tensor_names else None
-    config["rope_scaling"] = _rope_scaling(maybe, factors)
+    factors = {key: read_floats(key) for key in (ROTARY_FACTORS, LONG_FACTORS, SHORT_FACTORS) if key in tensor_names}
+    config["rope_scaling"] = _rope_scaling(words, factors)
+    if name in _FAMILIES:
+        _FAMILIES[name](words, tensor_names, config)
     return config
 
 
@@ -174,36 +122,102 @@ def hf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _rope_scaling(maybe: Callable[..., Any], factors: list[float] | None) -> dict[str, Any] | None:
-    if factors is not None:
-        return {"rope_type": "gguf_factors", "factors": factors}
-    kind, factor = maybe("rope.scaling.type"), maybe("rope.scaling.factor") or maybe("rope.scale_linear")
+def _llama(words: _Words, tensor_names: Collection[str], config: dict[str, Any]) -> None:
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in tensor_names
+    if config.get("sliding_window"):
+        # Converters write Mistral as llama; the window is what tells them apart.
+        config["architectures"], config["model_type"] = ["MistralForCausalLM"], "mistral"
+
+
+def _qwen3moe(words: _Words, tensor_names: Collection[str], config: dict[str, Any]) -> None:
+    used = words.need("expert_used_count")
+    config["num_experts"] = words.need("expert_count")
+    config["num_experts_per_tok"] = used
+    config["moe_intermediate_size"] = words.maybe("expert_feed_forward_length") or config["intermediate_size"] // used
+    # Every Qwen3 mixture has experts in all layers and weights that sum to one; no key of the file says so.
+    config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _phi3(words: _Words, tensor_names: Collection[str], config: dict[str, Any]) -> None:
+    original = words.maybe("rope.scaling.original_context_length", config["max_position_embeddings"])
+    config["original_max_position_embeddings"] = original
+
+
+def _gemma(words: _Words, tensor_names: Collection[str], config: dict[str, Any]) -> None:
+    config["hidden_act"] = "gelu_pytorch_tanh"
+
+
+def _gemma2(words: _Words, tensor_names: Collection[str], config: dict[str, Any]) -> None:
+    config.setdefault("sliding_window", 4096)
+    _alternating(words, config, period=2)
+
+
+def _gemma3(words: _Words, tensor_names: Collection[str], config: dict[str, Any]) -> None:
+    config.setdefault("sliding_window", None)
+    _alternating(words, config, period=6)
+    # transformers 5 spells rotation per kind of layer, older configs as two bases; scaling is for global layers only.
+    local = words.number("rope.freq_base_swa", _GEMMA3_LOCAL_THETA)
+    scaling = config["rope_scaling"] or {}
+    config["rope_local_base_freq"] = local
+    config["rope_parameters"] = {
+        "full_attention": {"rope_type": "default", "rope_theta": config["rope_theta"], **scaling},
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+
+
+def _alternating(words: _Words, config: dict[str, Any], period: int) -> None:
+    """What Gemma 2 and 3 share: windowed layers, of which every `period`-th sees all, and scaled, capped scores."""
+    layers = config["num_hidden_layers"]
+    pattern = words.maybe("attention.sliding_window_pattern", period)
+    if not isinstance(pattern, list):
+        pattern = [not pattern or (layer + 1) % pattern != 0 for layer in range(layers)]
+    local = [bool(config["sliding_window"] and slides) for slides in pattern]
+    config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in local]
+    by_hidden_size = (words.architecture, layers) in _SCALED_BY_HIDDEN_SIZE
+    scalar = config["hidden_size"] // config["num_attention_heads"] if by_hidden_size else config["head_dim"]
+    config["query_pre_attn_scalar"] = scalar
+    config["attn_logit_softcapping"] = words.number("attn_logit_softcapping")
+    config["final_logit_softcapping"] = words.number("final_logit_softcapping")
+    config["hidden_activation"] = "gelu_pytorch_tanh"
+    del config["hidden_act"]
+
+
+_FAMILIES: Mapping[str, Callable[[_Words, Collection[str], dict[str, Any]], None]] = {
+    "llama": _llama,
+    "qwen3moe": _qwen3moe,
+    "phi3": _phi3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+}
+
+
+def _rope_scaling(words: _Words, factors: Mapping[str, list[float]]) -> dict[str, Any] | None:
+    if ROTARY_FACTORS in factors:
+        return {"rope_type": "gguf_factors", "factors": factors[ROTARY_FACTORS]}
+    if LONG_FACTORS in factors and SHORT_FACTORS in factors:
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors[SHORT_FACTORS],
+            "long_factor": factors[LONG_FACTORS],
+        }
+    kind, factor = (
+        words.maybe("rope.scaling.type"),
+        words.maybe("rope.scaling.factor") or words.maybe("rope.scale_linear"),
+    )
     if not factor or kind == "none":
         return None
     scaling: dict[str, Any] = {"rope_type": kind or "linear", "factor": _shortest(factor)}
-    if original := maybe("rope.scaling.original_context_length"):
+    if original := words.maybe("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = original
     for key, hf_key in (
         ("attn_factor", "attention_factor"),
         ("yarn_beta_fast", "beta_fast"),
         ("yarn_beta_slow", "beta_slow"),
     ):
-        if (value := maybe(f"rope.scaling.{key}")) is not None:
-            scaling[hf_key] = _shortest(value)
+        if (value := words.number(f"rope.scaling.{key}")) is not None:
+            scaling[hf_key] = value
     return scaling
-
-
-def _uniform(value: Any, key: str, file: str) -> int:
-    """A per-layer list is fine as long as all layers agree."""
-    if not isinstance(value, list):
-        return int(value)
-    if len(set(value)) != 1:
-        raise UnsupportedModel(
-            f"{file}: layers of different shape are not read from GGUF",
-            cause=f"{key} is {value}",
-            fix="use the model's safetensors folder or hub id instead",
-        )
-    return int(value[0])
 
 
 def _shortest(value: float) -> float:

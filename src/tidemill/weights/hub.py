@@ -9,14 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidemill.errors import ModelUnavailable, TidemillError, UnsupportedModel
+from tidemill.errors import ModelUnavailable, TidemillError
 from tidemill.weights.location import ModelFiles, Progress, find_in_folder, refuse_split
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
-_TOKENIZER_PATTERNS = tuple(pattern for pattern in _PATTERNS if pattern != "*.safetensors")
+_ALL_BUT_WEIGHTS = tuple(pattern for pattern in _PATTERNS if pattern != "*.safetensors")
+_PICKLES = "pytorch_model*.bin"
 # Original-format copies of the same weights, and training leftovers.
 _IGNORED = ("original/*", "consolidated*.safetensors", "onnx/*", "openvino/*", "checkpoint-*/*", "runs/*")
 
@@ -35,22 +36,26 @@ def fetch_from_hub(model: str, revision: str | None, on_progress: Progress | Non
         raise _explained(repo, revision, error) from error
 
 
-def fetch_tokenizer(repo: str, revision: str | None) -> ModelFiles:
+def fetch_without_weights(repo: str, revision: str | None) -> ModelFiles:
     """Downloads everything of a repository but its weights."""
     from huggingface_hub import snapshot_download
 
     try:
-        patterns, ignored = list(_TOKENIZER_PATTERNS), list(_IGNORED)
+        patterns, ignored = list(_ALL_BUT_WEIGHTS), list(_IGNORED)
         folder = snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=ignored)
     except Exception as error:
         raise _explained(repo, revision, error) from error
     return ModelFiles("folder", Path(folder), repo, revision)
 
 
+fetch_tokenizer = fetch_without_weights
+
+
 def _download_repo(repo: str, model: str, revision: str | None, on_progress: Progress | None) -> ModelFiles:
     from huggingface_hub import snapshot_download
 
     files = _list_files(repo, revision)
+    patterns = list(_PATTERNS)
     if files is not None and not any(name.endswith(".safetensors") for name in files):
         ggufs = [name for name in files if _is_model_gguf(name)]
         if len(ggufs) == 1:
@@ -62,16 +67,12 @@ def _download_repo(repo: str, model: str, revision: str | None, on_progress: Pro
                 cause=f"found {', '.join(sorted(ggufs))}",
                 fix=f"name one: {repo}:{_preferred(ggufs)}",
             )
-        if any(name.endswith((".bin", ".pt", ".pth")) for name in files):
-            raise UnsupportedModel(
-                f"{repo} holds only pickled weights, which are never loaded",
-                cause="unpickling runs code chosen by the file's author",
-                fix="use a safetensors copy of the model, or convert it with transformers' save_pretrained",
-            )
+        # Fetched only where nothing better is published: many repositories hold their weights in both formats.
+        patterns.append(_PICKLES)
     folder = snapshot_download(
         repo,
         revision=revision,
-        allow_patterns=list(_PATTERNS),
+        allow_patterns=patterns,
         ignore_patterns=list(_IGNORED),
         tqdm_class=_bar(repo, on_progress),
     )

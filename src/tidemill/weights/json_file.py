@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.errors import BadCheckpoint
+from tidemill.weights.lfs import refuse_lfs_pointer
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
@@ -25,7 +26,8 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         raise BadCheckpoint(f"{path} cannot be read", cause=str(error), fix="check the file") from error
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
+        refuse_lfs_pointer(path)
         raise BadCheckpoint(
             f"{path} is not valid JSON", cause=str(error), fix="correct it or download it again"
         ) from error

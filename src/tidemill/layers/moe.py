@@ -1,0 +1,81 @@
+"""A mixture of experts: only the experts a token is routed to are computed for it.
+
+Tokens are sorted by expert, so that each expert multiplies one contiguous run of rows; an expert nobody chose costs
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tidemill.layers.linear import Linear
+from tidemill.layers.mlp import Mlp
+from tidemill.layers.parameter import Parameter, Placement
+from tidemill.layers.spec import MoeSpec
+from tidemill.ops import reference
+
+
+class Moe:
+    def __init__(self, spec: MoeSpec, prefix: str, width: int, place: Placement) -> None:
+        self.spec, self.prefix = spec, prefix
+        # Routing decides which experts run: it is worth float32 everywhere.
+        wide = Placement(torch.float32, place.device)
+        self.router = Linear(width, {f"{prefix}.{spec.router}": spec.experts}, bias=False, place=wide)
+        self.choice_bias = None if spec.choice_bias is None else wide.empty(spec.experts)
+        self.up = place.empty(spec.experts, 2 * spec.inner, width)
+        self.down = place.empty(spec.experts, width, spec.inner)
+        self.shared = None if spec.shared is None else Mlp(spec.shared, prefix, width, place)
+        self.shared_gate = None
+        if spec.shared_gate is not None:
+            self.shared_gate = Linear(width, {f"{prefix}.{spec.shared_gate}": 1}, bias=False, place=place)
+
+    def parameters(self) -> Iterator[Parameter]:
+        spec = self.spec
+        yield from self.router.parameters()
+        if self.choice_bias is not None:
+            yield Parameter(f"{self.prefix}.{spec.choice_bias}", self.choice_bias)
+        for expert in range(spec.experts):
+            gate, up = (f"{self.prefix}.{name.format(expert=expert)}.weight" for name in spec.up)
+            yield Parameter(gate, self.up[expert, : spec.inner])
+            yield Parameter(up, self.up[expert, spec.inner :])
+            yield Parameter(f"{self.prefix}.{spec.down.format(expert=expert)}.weight", self.down[expert])
+        for part in (self.shared, self.shared_gate):
+            if part is not None:
+                yield from part.parameters()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        experts, weights = self._route(x)
+        out = reference.mix_experts(x, experts, weights.to(x.dtype), self.up, self.down, self.spec.activation)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        return out + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per token, `top_k` experts and their weights."""
+        spec = self.spec
+        logits = self.router(x.float())
+        scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(dim=-1)
+        choice = scores if self.choice_bias is None else scores + self.choice_bias
+        if spec.groups > 1:
+            choice = self._only_best_groups(choice)
+        weights, experts = choice.topk(spec.top_k, dim=-1)
+        if self.choice_bias is not None:
+            weights = scores.gather(1, experts)
+        if spec.renormalise:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return experts, weights if spec.scaling == 1.0 else weights * spec.scaling
+
+    def _only_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        spec = self.spec
+        grouped = choice.view(len(choice), spec.groups, -1)
+        if spec.group_score == "best":
+            of_group = grouped.amax(dim=-1)
+        else:
+            of_group = grouped.topk(2, dim=-1).values.sum(dim=-1)
+        kept = of_group.topk(spec.top_groups, dim=-1).indices
+        left_out = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, kept, False)
+        # A learned bias may push scores below zero, so zero would not keep them out.
+        return grouped.masked_fill(left_out[..., None], float("-inf")).view_as(choice)

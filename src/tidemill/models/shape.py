@@ -1,0 +1,27 @@
+"""What planning needs to know of a model, whatever will run it: sizes and what its layers keep of a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tidemill.layers.cache_layout import CacheLayout, arrange
+from tidemill.layers.spec import CacheShape
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    max_position: int
+    """The model's own limit..."""
+    longest_context: int
+    """...and how far its rotary embedding can be stretched."""
+    widest_layer: int
+    """Numbers per token that the widest half of a layer holds beside the residual."""
+    caches: tuple[CacheShape, ...]
+
+    @cached_property
+    def layout(self) -> CacheLayout:
+        return arrange(self.caches)

@@ -232,7 +232,7 @@ GEMMA = {
 
 
 def test_layers_with_a_window_keep_only_their_window_and_the_saving_is_told():
-    """Gemma 3 has five local layers to a global one: at 8k it must hold at least three times what a plain cache does."""
+    """Gemma 3 has five local layers to a global one: at 8k it must hold three times what a plain cache does."""
     config = resolved(facts=replace(FACTS, shape=describe(GEMMA).shape), max_model_len=8192, max_num_batched_tokens=512)
     assert config.block_windows == [512] * 5 + [None]
     plain_request = 8192 * 18 * 2 * 256 * 2

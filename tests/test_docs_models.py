@@ -1,6 +1,6 @@
 """docs/models.md is generated from the registry and from the families' tests, and must say what they say.
 
-    python -m tests.test_docs_models     # writes it again
+python -m tests.test_docs_models     # writes it again
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 against transformers: latent attention over a compressed cache, and the ways they choose experts."""
+"""DeepSeek V2 and V3 against transformers: latent attention over a compressed cache, and how they choose experts."""
 
 from __future__ import annotations
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.checkpoints import TINY, write_checkpoint
 from tests.helpers.parity import assert_greedy, assert_same_logits, assert_same_tokens, reference_of
 from tidemill import LLM, SamplingParams
 from tidemill.errors import BadCheckpoint, TidemillError
+from tidemill.layers.moe import Moe
+from tidemill.layers.parameter import Placement
 from tidemill.layers.spec import MlpSpec, MoeSpec
 from tidemill.models.registry import describe
 
@@ -57,6 +59,7 @@ def test_same_logits_as_transformers(case):
 
 
 PROMPT = [3, 141, 59]
+CPU = torch.device("cpu")
 
 
 @torch.no_grad()
@@ -110,6 +113,20 @@ def test_a_routed_expert_that_is_not_a_number_ends_the_request_with_an_error(tmp
     assert poison(tmp_path, lambda layer, expert: layer == 1 and expert == min(used[1])) == 1
     with pytest.raises(TidemillError, match="not finite"):
         LLM(str(tmp_path), dtype="float32").generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_a_token_that_is_not_a_number_does_not_reach_its_neighbours():
+    moe = Moe(describe({**MIXTRAL_8X7B, **TINY}).layers[0].mlp, "layer", 48, Placement(torch.float32, CPU))
+    torch.manual_seed(0)
+    for parameter in moe.parameters():
+        parameter.target.normal_(0, 0.2)
+    x = torch.randn(9, 48)
+    want = moe(x)
+    x[4] = float("nan")
+    found = moe(x)
+    assert found[4].isnan().all()
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    torch.testing.assert_close(found[others], want[others], rtol=1e-4, atol=1e-4)
 
 
 MIXTRAL_8X7B = {

@@ -35,7 +35,8 @@ def configure(folder, **config):
 
 
 def note_of(folder, **args) -> str | None:
-    return prepare(EngineArgs(str(folder), **args)).vocabulary_note
+    notes = prepare(EngineArgs(str(folder), **args)).notes
+    return next((note.reason for note in notes if note.name == "vocabulary"), None)
 
 
 @pytest.mark.parametrize("count", [ROWS, ROWS - 43, 5])

@@ -71,8 +71,8 @@ class LLM:
             raise InvalidRequest("max_waiting bounds a server's queue; LLM takes any number of prompts at once")
         with ProgressReporter() as progress:
             prepared = prepare(args, progress)
-            if prepared.vocabulary_note is not None:
-                logger.warning("%s: %s", model, prepared.vocabulary_note)
+            for note in prepared.notes:
+                logger.warning("%s: %s %s, %s", model, note.name, note.value, note.reason)
             self._core = build_core(prepared.config, progress)
         self.config, self.tokenizer, self.chat_template = prepared.config, prepared.tokenizer, prepared.chat_template
         self.default_sampling = prepared.default_sampling

@@ -34,7 +34,7 @@ def reference_of(model: Any) -> Reference:
 
 @torch.no_grad()
 def assert_greedy(reference: Reference, prompt: list[int], answer: list[int]) -> None:
-    """Every token of the answer is the reference's best one, given the tokens before it: by induction, the same text."""
+    """Every token of the answer is the reference's best one after the tokens before it: by induction, the same text."""
     logits = reference(torch.tensor([[*prompt, *answer]]))[0, len(prompt) - 1 : -1]
     assert answer == logits.argmax(-1).tolist(), f"prompt of {len(prompt)} tokens"
 

@@ -49,7 +49,7 @@ def command(model: str | None, url: str | None, api_key: str | None, system: str
     from tidemill.cli.talk import Messages, open_talker
 
     sampling = take_sampling(options)
-    talker = open_talker(model, url, api_key, options)
+    talker = open_talker(model, url, api_key, options, chats=True)
     messages: Messages = [{"role": "system", "content": system}] if system else []
     interactive = sys.stdin.isatty()
     if interactive:

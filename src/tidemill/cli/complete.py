@@ -31,7 +31,7 @@ def command(prompt: str, model: str | None, url: str | None, api_key: str | None
     sampling = take_sampling(options)
     if sampling["max_tokens"] is None:
         sampling["max_tokens"] = 128
-    talker = open_talker(model, url, api_key, options)
+    talker = open_talker(model, url, api_key, options, chats=False)
     for piece in talker.complete(sys.stdin.read() if prompt == "-" else prompt, sampling):
         click.echo(piece, nl=False)
         sys.stdout.flush()

@@ -60,7 +60,7 @@ def engine_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--revision", help="Branch, tag or commit of a hub model."),
         click.option("--tokenizer", metavar="PATH|ID", help="Take the tokenizer from here instead."),
         click.option("--tokenizer-revision", help="Branch, tag or commit of that tokenizer on the hub."),
-        click.option("--chat-template", metavar="PATH|TEXT", help="Jinja chat template, in place of the model's."),
+        click.option("--chat-template", metavar="PATH|TEXT|NAME", help="Jinja chat template, in place of the model's."),
         click.option("--model-impl", default="auto", show_default=True, help="auto, native or transformers."),
         click.option(
             "--trust-remote-code/--no-trust-remote-code",

@@ -43,8 +43,10 @@ def startup_report(
         ("chat", "yes" if prepared.chat_template else "no chat template", _chat_note(prepared)),
         ("loaded in", f"{ready.load_seconds:.1f} s", "from the start of the engine's imports to its first step"),
     ]
-    if prepared.vocabulary_note is not None:
-        rows.append(("vocabulary", f"{prepared.tokenizer.vocab_size:,} tokens", prepared.vocabulary_note))
+    if config.cache_saving > 1.005:
+        saving = ("", f"{config.cache_saving:.1f}x the requests of a plain cache", why["cache_saving"])
+        rows.insert(next(index for index, row in enumerate(rows) if row[0] == "at once") + 1, saving)
+    rows.extend((note.name, note.value, note.reason) for note in prepared.notes)
     width = max(len(value) for _, value, _ in rows)
     lines = [f"  {name:<11}{value:<{width}}  {reason}".rstrip() for name, value, reason in rows]
     curl = _curl(names[0], url, prepared, key_variable)

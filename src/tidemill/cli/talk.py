@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import click
 from click.core import ParameterSource
 
-from tidemill.errors import ConfigError, InvalidRequest, TidemillError
+from tidemill.errors import ConfigError, TidemillError
 
 Messages = list[dict[str, str]]
 
@@ -26,18 +26,22 @@ class Talker(Protocol):
 class LocalTalker:
     """Loads the model here."""
 
-    def __init__(self, model: str, engine: dict[str, Any]) -> None:
+    def __init__(self, model: str, engine: dict[str, Any], *, chats: bool) -> None:
         from tidemill.llm import LLM
 
         self.name = model
         self._llm = LLM(model, **{"max_num_seqs": 1, **{k: v for k, v in engine.items() if v is not None}})
+        if chats and self._llm.chat_template is None:
+            raise ConfigError(
+                f"{model} has no chat template",
+                param="chat_template",
+                cause="it was not trained to chat, or its files lack the template",
+                fix="use tidemill complete, or give --chat-template",
+            )
 
     def chat(self, messages: Messages, sampling: dict[str, Any]) -> Iterator[str]:
         template = self._llm.chat_template
-        if template is None:
-            raise InvalidRequest(
-                f"{self.name} has no chat template", fix="use tidemill complete, or give --chat-template"
-            )
+        assert template is not None, "checked when the talker was opened"
         return self._stream(self._llm.tokenizer.encode(template.render(messages), add_special_tokens=False), sampling)
 
     def complete(self, prompt: str, sampling: dict[str, Any]) -> Iterator[str]:
@@ -156,12 +160,14 @@ def _words(text: str) -> str:
         return text[:300]
 
 
-def open_talker(model: str | None, url: str | None, api_key: str | None, engine: dict[str, Any]) -> Talker:
+def open_talker(
+    model: str | None, url: str | None, api_key: str | None, engine: dict[str, Any], *, chats: bool
+) -> Talker:
     if url:
         _refuse("has no effect with --url: it belongs to the server", [name for name in engine if _was_given(name)])
         return RemoteTalker(url, model, api_key)
     _refuse("is for a server: it needs --url", ["api_key"] if api_key else [])
-    return LocalTalker(model or "smollm2", engine)
+    return LocalTalker(model or "smollm2", engine, chats=chats)
 
 
 def _was_given(name: str) -> bool:

@@ -32,14 +32,22 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 @dataclass(frozen=True)
+class Note:
+    """Something about this model that whoever starts it should know: of what, what, and why or what to do."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Prepared:
     config: EngineConfig
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     default_sampling: Mapping[str, Any]
     hardware: Hardware
-    vocabulary_note: str | None = None
-    """What to tell about tokens that the model has no weights for."""
+    notes: tuple[Note, ...] = ()
 
 
 def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | None = None) -> Prepared:
@@ -72,8 +80,21 @@ def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | Non
     )
     config = resolve(args, facts, hardware)
     template = load_chat_template([tokenizer.files, files], tokenizer.special_tokens_map, args.chat_template)
-    note = check_vocabulary(tokenizer, template, config.vocab_size, args.tokenizer)
-    return Prepared(config, tokenizer, template, _sampling_defaults(checkpoint.generation_config), hardware, note)
+    notes = []
+    if vocabulary := check_vocabulary(tokenizer, template, config.vocab_size, args.tokenizer):
+        notes.append(Note("vocabulary", f"{tokenizer.vocab_size:,} tokens", vocabulary))
+    if choice.notable:
+        notes.append(Note("runs", choice.impl, choice.why))
+    if config.trust_remote_code:
+        notes.append(Note("code", "the model's own runs", _code_advice(args)))
+    defaults = _sampling_defaults(checkpoint.generation_config)
+    return Prepared(config, tokenizer, template, defaults, hardware, tuple(notes))
+
+
+def _code_advice(args: EngineArgs) -> str:
+    if args.revision is not None:
+        return f"--trust-remote-code as asked for, at revision {args.revision}"
+    return "--trust-remote-code as asked for; pin what you have read with --revision COMMIT"
 
 
 def _refuse_quantised(checkpoint: Checkpoint) -> None:

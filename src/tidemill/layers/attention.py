@@ -110,7 +110,8 @@ class PagedAttention:
         for part in (*plan.decode, *plan.prefill):
             keys = reference.gather_blocks(k_cache, part.blocks, part.sequences)[:, :, : part.length]
             if v_cache is None:
-                values = keys[..., :value_dim]
+                # Whole keys as values take the fast path of equal widths; what is too much is cut off below.
+                values = keys
             else:
                 values = reference.gather_blocks(v_cache, part.blocks, part.sequences)[:, :, : part.length]
             queries = q[part.first : part.last]
@@ -122,10 +123,10 @@ class PagedAttention:
                 if mask is not None:
                     mask = mask.expand(part.sequences, heads, 1, -1).reshape(*grouped.shape[:3], -1)
                 found = reference.attend(grouped, keys, values, mask, scale, soft_cap)
-                out[part.first : part.last] = found.reshape(part.sequences, heads, -1)
+                out[part.first : part.last] = found.reshape(part.sequences, heads, -1)[..., : out.shape[-1]]
             else:
                 found = reference.attend(queries.transpose(0, 1)[None], keys, values, part.mask, scale, soft_cap)
-                out[part.first : part.last] = found[0].transpose(0, 1)
+                out[part.first : part.last] = found[0].transpose(0, 1)[..., : out.shape[-1]]
         return out
 
     def _plan_decode(

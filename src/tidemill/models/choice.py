@@ -25,6 +25,8 @@ class Choice:
     shape: ModelShape
     spec: DecoderSpec | None
     """The description, where the model is native."""
+    notable: bool
+    """Whoever starts it should know."""
 
 
 def choose(
@@ -37,10 +39,9 @@ def choose(
     architecture = architectures_of(raw)[0]
     if impl != "transformers" and native_text(raw) is not None:
         spec = describe(raw)
-        why = f"{architecture} is native"
-        if architecture in TEXT_PARTS:
-            why += ": its text part, so images are refused"
-        return Choice("native", why, spec.shape, spec)
+        part = architecture in TEXT_PARTS
+        why = f"{architecture}: its text part is native; images are refused" if part else f"{architecture} is native"
+        return Choice("native", why, spec.shape, spec, notable=part)
     if impl == "native":
         raise ConfigError(
             f"{architecture} has no native implementation",
@@ -58,4 +59,5 @@ def choose(
 
     shape = probe(path, trust_remote_code)
     asked = "asked for" if impl == "transformers" else f"{architecture} is not native: it runs on the fallback"
-    return Choice("transformers", f"{asked}, through transformers' own code, slower than a native model", shape, None)
+    why = f"{asked}, through transformers' own code, slower than a native model"
+    return Choice("transformers", why, shape, None, notable=True)

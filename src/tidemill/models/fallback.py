@@ -89,7 +89,7 @@ def _load(
     shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             dtype=place.dtype,
             attn_implementation=attention,
@@ -106,6 +106,7 @@ def _load(
     finally:
         if shows_progress:
             transformers_logging.enable_progress_bar()
+    model, found = loaded
     _check(folder, found)
     if on_progress is not None:
         on_progress("loading weights", 1, 1)

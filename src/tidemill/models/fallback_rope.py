@@ -45,14 +45,14 @@ class PerSequenceRope(torch.nn.Module):
 
     def _regimes(self, lengths: torch.Tensor, layer_type: str | None) -> torch.Tensor:
         """Equal for tokens that may be asked for together: all short ones, all long ones, or the equally long."""
-        config, kind = self.rope.config, self.rope.rope_type
-        parameters: Any = config.rope_parameters
+        rope: Any = self.rope
+        kind, parameters = rope.rope_type, rope.config.rope_parameters
         if layer_type is not None:
-            kind, parameters = kind[layer_type], parameters[layer_type]  # type: ignore[index]
+            kind, parameters = kind[layer_type], parameters[layer_type]
         if kind == "longrope":
             return (lengths > parameters["original_max_position_embeddings"]).long()
         if "dynamic" in str(kind):
-            return lengths * (lengths > config.max_position_embeddings)
+            return lengths * (lengths > rope.config.max_position_embeddings)
         return torch.zeros_like(lengths)
 
     def _fresh(self) -> torch.nn.Module:

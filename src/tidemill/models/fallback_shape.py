@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tidemill.errors import TidemillError, UnsupportedModel
 from tidemill.layers.rope_config import RopeConfig
 from tidemill.models.config import DEFAULT_MAX_POSITION
 from tidemill.models.fallback_attention import first_line, refusal
-from tidemill.models.fallback_trace import Traced, trace
+from tidemill.models.fallback_trace import ATTENTION_NAME, Traced, computes_attention_itself, trace
 from tidemill.models.shape import ModelShape
 
 STATEFUL_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
@@ -38,6 +39,11 @@ class FallbackSpec:
     ropes: tuple[RopeConfig, ...]
     alibi: None = None
 
+    @property
+    def turn(self) -> int | None:
+        """The length beyond which a growing sequence is computed anew, where the model has one."""
+        return next((rope.turn for rope in self.ropes if rope.turn is not None), None)
+
     def regime(self, num_prompt: int) -> bytes:
         """What of the rotations depends on a prompt's length; blocks are shared only between equal regimes."""
         return b"".join(rope.regime(num_prompt) for rope in self.ropes)
@@ -45,23 +51,19 @@ class FallbackSpec:
 
 def describe_transformers(folder: Path, trust_remote_code: bool) -> FallbackSpec:
     config = read_config(folder, trust_remote_code)
-    known = None if trust_remote_code and _has_own_code(config) else _known_class(config)
-    if known is not None:
-        _refuse_class(known, config)
+    kind = _class_of(config, folder, trust_remote_code)
+    _refuse_class(kind, config)
 
     def build(attention: str) -> torch.nn.Module:
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
-        if known is None:
-            _refuse_class(type(model), config)
-        return model
 
-    architecture = (config.architectures or [type(config).__name__])[0]
-    traced = _traced(build, architecture, known)
+    architecture = (config.architectures or [kind.__name__])[0]
+    traced = _traced(build, kind)
     text = config.get_text_config()
     max_position = _max_position(text)
-    ropes = tuple(_ropes(text, max_position))
+    ropes = tuple(_ropes(text, max_position, kind))
     shape = ModelShape(
         architecture=architecture,
         vocab_size=traced.vocab_size,
@@ -88,7 +90,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
         )
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, KeyError) as error:
+    except Exception as error:
         raise UnsupportedModel(
             f"{_architecture(raw)} cannot run through transformers {transformers.__version__}",
             cause=first_line(error),
@@ -96,7 +98,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
         ) from error
     if config.is_encoder_decoder:
         raise _not_a_decoder(_architecture(raw), "it is an encoder and a decoder, and only decoders run here")
-    if _known_class(config) is None and not _has_own_code(config):
+    if type(config) not in AutoModelForCausalLM._model_mapping and not _own_class(config):
         raise _not_a_decoder(_architecture(raw), f"transformers has no causal language model of {config.model_type!r}")
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(
@@ -109,17 +111,25 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
 
 def _is_known(raw: dict[str, Any]) -> bool:
     """transformers has this model, so the checkpoint's own code is not needed."""
-    name = raw.get("model_type")
+    name = str(raw.get("model_type"))
     return name in CONFIG_MAPPING and CONFIG_MAPPING[name] in AutoModelForCausalLM._model_mapping
 
 
-def _known_class(config: Any) -> type | None:
-    found = AutoModelForCausalLM._model_mapping.get(type(config), None)
+def _own_class(config: Any) -> str | None:
+    """The class in the checkpoint's own code, as file.Class."""
+    return (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+
+
+def _class_of(config: Any, folder: Path, trust_remote_code: bool) -> type:
+    """The class that transformers will make. Imports its module here, where tensors made by that have numbers."""
+    own = _own_class(config)
+    if own is not None and trust_remote_code:
+        try:
+            return get_class_from_dynamic_module(own, str(folder), local_files_only=True)
+        except Exception as error:
+            raise refusal(f"the checkpoint's own code cannot be imported: {first_line(error)}") from error
+    found: Any = AutoModelForCausalLM._model_mapping[type(config)]
     return found[0] if isinstance(found, tuple) else found
-
-
-def _has_own_code(config: Any) -> bool:
-    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -149,16 +159,15 @@ def _not_a_decoder(name: str, cause: str) -> UnsupportedModel:
     )
 
 
-def _traced(build: Callable[[str], torch.nn.Module], architecture: str, known: type | None) -> Traced:
+def _traced(build: Callable[[str], torch.nn.Module], kind: type) -> Traced:
     try:
         return trace(build)
     except TidemillError:
         raise
     except Exception as error:
-        cause = f"a trial pass without weights failed: {first_line(error)}"
-        if known is not None and not getattr(known, "_supports_attention_backend", True):
-            cause = f"{architecture} computes its attention itself, not through transformers' interface"
-        raise refusal(cause) from error
+        if isinstance(error, KeyError) and ATTENTION_NAME in str(error):
+            raise computes_attention_itself(kind.__name__) from error
+        raise refusal(f"a trial pass of {kind.__name__} without weights failed: {first_line(error)}") from error
 
 
 def _max_position(text: Any) -> int:
@@ -166,17 +175,25 @@ def _max_position(text: Any) -> int:
     return found or DEFAULT_MAX_POSITION
 
 
-def _ropes(text: Any, max_position: int) -> list[RopeConfig]:
+def _ropes(text: Any, max_position: int, kind: type) -> list[RopeConfig]:
     """Rotary embeddings as far as a sequence's length matters; newer configs give one per kind of layer."""
     parameters = getattr(text, "rope_parameters", None) or {}
     each = list(parameters.values()) if parameters and all(isinstance(v, dict) for v in parameters.values()) else []
     found = []
     for one in each or ([parameters] if parameters else []):
         original = one.get("original_max_position_embeddings") or max_position
-        kind = str(one.get("rope_type") or "default")
-        full = {**one, "original_max_position_embeddings": original}
-        found.append(RopeConfig(kind, float(one.get("rope_theta") or 0.0), 0, max_position, full))
+        name, full = str(one.get("rope_type") or "default"), {**one, "original_max_position_embeddings": original}
+        turns = name == "longrope" and _computes_anew(kind)
+        found.append(RopeConfig(name, float(one.get("rope_theta") or 0.0), 0, max_position, full, turns))
     return found
+
+
+def _computes_anew(kind: type) -> bool:
+    """Phi-3 and its relatives drop what they have computed when a sequence outgrows the original length: their way of
+    preparing the next pass of a generation looks at it."""
+    prepare = getattr(kind, "prepare_inputs_for_generation", None)
+    code = getattr(prepare, "__code__", None)
+    return code is not None and "original_max_position_embeddings" in code.co_names
 
 
 def _check_windows(shape: ModelShape) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from tidemill.errors import UnsupportedModel
 from tidemill.layers.spec import CacheShape
 from tidemill.models.fallback_attention import read_arguments, refusal
 
@@ -23,6 +25,7 @@ TOKENS = 131
 """Of the traced pass: a prime that divides the size of no weight, which tells what grows with tokens from the rest."""
 FAR = 1 << 22
 """A position farther out than any window reaches."""
+ATTENTION_NAME = "tidemill-trace"
 TENSORS_AT_ONCE = 4
 """Of a layer's widest tensors, how many are held at a time: gate, up, the activation of one and their product."""
 
@@ -42,44 +45,43 @@ class Traced:
 def trace(build: Callable[[str], torch.nn.Module]) -> Traced:
     """`build` makes the model, on any device, with the attention implementation of this name."""
     recorder = _Recorder()
-    with torch.device("meta"), torch.no_grad(), _WithoutNumbers() as ops:
+    with torch.device("meta"), torch.no_grad():
         model = build(recorder.name).eval()
-        # Only where a mask is given does transformers not look at the numbers of the positions.
         inputs = {
             "input_ids": torch.zeros(1, TOKENS, dtype=torch.long),
-            "attention_mask": torch.ones(1, TOKENS, dtype=torch.long),
             "position_ids": torch.arange(TOKENS)[None],
-            "use_cache": False,
+            # Only where a mask is given does transformers not look at the numbers of the positions.
+            "attention_mask": torch.ones(1, TOKENS, dtype=torch.long),
         }
-        decoder, logits = _find_decoder(model, recorder, inputs)
-        recorder.layers.clear()
-        ops.widest = 0
-        hidden = model.get_submodule(decoder)(**inputs)[0]
+        with _WithoutNumbers() as ops, _Parts(model, ops) as recorder.parts:
+            logits = model(**inputs, use_cache=False).logits
+    decoder = _decoder(model, recorder)
     if ops.mixes_tokens:
         raise refusal("it runs a convolution over the tokens, whose state the cache of keys and values does not keep")
+    made, widest = recorder.parts.results[decoder]
     return Traced(
         decoder=decoder,
         vocab_size=logits.shape[-1],
-        hidden_size=hidden.shape[-1],
-        widest_layer=TENSORS_AT_ONCE * ops.widest,
+        hidden_size=made[0].shape[-1],
+        widest_layer=TENSORS_AT_ONCE * widest,
         caches=tuple(_cache(layer) for layer in recorder.layers),
     )
 
 
-def _find_decoder(model: torch.nn.Module, recorder: _Recorder, inputs: dict[str, Any]) -> tuple[str, torch.Tensor]:
-    """The part of the model that all of its attention happens in, and the scores of a pass."""
-    calls = _OutermostCall(model)
-    recorder.calls = calls
-    logits = model(**inputs).logits
-    calls.stop()
+def computes_attention_itself(name: str) -> UnsupportedModel:
+    return refusal(f"{name} computes its attention itself, not through transformers' attention interface")
+
+
+def _decoder(model: torch.nn.Module, recorder: _Recorder) -> str:
+    """The part of the model that all of its attention happens in."""
     found = sorted({layer.part for layer in recorder.layers})
     if not found:
-        raise refusal(f"{type(model).__name__} computes its attention itself, not through transformers' interface")
+        raise computes_attention_itself(type(model).__name__)
     if len(found) > 1:
         raise refusal(f"its layers stand in several parts: {', '.join(found)}")
     if "position_ids" not in inspect.signature(model.get_submodule(found[0]).forward).parameters:
         raise refusal("it counts positions itself and takes none, so sequences cannot share a batch")
-    return found[0], logits
+    return found[0]
 
 
 def window_of(mask_function: MaskFunction) -> int | None:
@@ -133,9 +135,9 @@ class _Recorder:
     """Stands for attention and for the making of masks, and notes what each layer asks for."""
 
     def __init__(self) -> None:
-        self.name = f"tidemill-trace-{uuid.uuid4().hex}"
+        self.name = f"{ATTENTION_NAME}-{uuid.uuid4().hex}"
         self.layers: list[_Layer] = []
-        self.calls: _OutermostCall | None = None
+        self.parts: _Parts | None = None
         self._masks: list[tuple[torch.Tensor, MaskFunction]] = []
         AttentionInterface.register(self.name, self._attend)
         AttentionMaskInterface.register(self.name, self._mask)
@@ -162,25 +164,31 @@ class _Recorder:
         causal = arguments.get("is_causal")
         if function is None and not (getattr(module, "is_causal", True) if causal is None else causal):
             raise refusal("it looks ahead: its attention is not causal")
-        part = "" if self.calls is None else self.calls.running
+        part = "" if self.parts is None else self.parts.running
         sizes = (key.shape[1], key.shape[3], value.shape[3])
         self.layers.append(_Layer(part, *sizes, arguments.get("sliding_window"), function))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-class _OutermostCall:
-    """Which submodule the model has called itself, while a pass runs inside it."""
+class _Parts:
+    """Which part the model itself has called while a pass runs inside it, and what that made of its inputs."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, ops: _WithoutNumbers) -> None:
         self.running = ""
+        self.results: dict[str, tuple[Any, int]] = {}
+        """What each part returned, and the numbers per token of the widest tensor until then."""
+        self._model, self._ops = model, ops
         self._depth = 0
-        self._hooks = []
-        for name, module in model.named_modules():
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _Parts:
+        for name, module in self._model.named_modules():
             if name:
                 self._hooks.append(module.register_forward_pre_hook(self._entering(name)))
                 self._hooks.append(module.register_forward_hook(self._leaving))
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: Any) -> None:
         for hook in self._hooks:
             hook.remove()
 
@@ -192,8 +200,10 @@ class _OutermostCall:
 
         return enter
 
-    def _leaving(self, *_: Any) -> None:
+    def _leaving(self, _module: Any, _inputs: Any, output: Any) -> None:
         self._depth -= 1
+        if self._depth == 0:
+            self.results[self.running] = (output, self._ops.widest)
 
 
 class _WithoutNumbers(TorchDispatchMode):
@@ -228,4 +238,8 @@ class _WithoutNumbers(TorchDispatchMode):
             if name == "_grouped_mm":
                 # Without memory torch knows it for some types and sizes only.
                 return of.new_empty(of.shape[0], args[1].shape[-1])
+        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+        if len({tensor.is_meta for tensor in tensors}) == 2:
+            # Tensors with numbers, such as constants of a module, meet those without.
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         return func(*args, **kwargs)

@@ -90,6 +90,7 @@ async def _chat_work(state: AppState, request: Request, body: ChatCompletionRequ
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            tools=body.tools,
             documents=body.documents,
             template_kwargs=body.chat_template_kwargs,
         )
@@ -103,7 +104,7 @@ async def _chat_work(state: AppState, request: Request, body: ChatCompletionRequ
         )
         return Prompt(ids, text)
 
-    prompt = await state.off_loop(prepare, count_chars(body.messages))
+    prompt = await state.off_loop(prepare, count_chars(body.messages, body.tools, body.documents))
     return plan_work(state, "chatcmpl", request, body, model, [prompt], params)
 
 

@@ -94,13 +94,15 @@ async def _tokenize_chat(state: AppState, body: TokenizeChatRequest) -> Tokenize
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            tools=body.tools,
+            documents=body.documents,
             template_kwargs=body.chat_template_kwargs,
         )
         refuse_endless(text, "messages")
         ids = model.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
         return _response(model, ids, body.return_token_strs)
 
-    return await state.off_loop(work, count_chars(body.messages))
+    return await state.off_loop(work, count_chars(body.messages, body.tools, body.documents))
 
 
 def _response(model: ServedModel, ids: list[int], with_strs: bool | None) -> TokenizeResponse:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from tidemill.server.schemas_chat import Messages
+from tidemill.server.schemas_chat import Documents, Messages, Tools
 from tidemill.server.schemas_common import RequestBody, TokenIds
 
 
@@ -55,6 +55,8 @@ class TokenizeChatRequest(RequestBody):
     add_special_tokens: bool | None = Field(default=None, description="False if left out, as in /v1/chat/completions.")
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents | None = None
+    tools: Tools | None = None
 
 
 class TokenizeResponse(BaseModel):

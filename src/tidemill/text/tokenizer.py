@@ -132,14 +132,14 @@ def _gguf_metadata(files: ModelFiles) -> dict[str, Any] | None:
 def _locate_tokenizer(name: str, revision: str | None) -> ModelFiles:
     """Like `locate`, but a hub id brings the tokenizer's files only, and a folder needs no weights."""
     from tidemill.weights.aliases import ALIASES
-    from tidemill.weights.hub import fetch_tokenizer
+    from tidemill.weights.hub import fetch_without_weights
     from tidemill.weights.location import is_hub_id, locate
 
     path = Path(name).expanduser()
     if path.is_dir() and not any(path.glob("*.gguf")):
         return ModelFiles("folder", path, name)
     if name not in ALIASES and not path.exists() and is_hub_id(name) and ":" not in name:
-        return fetch_tokenizer(name, revision)
+        return fetch_without_weights(name, revision)
     return locate(name, revision=revision)
 
 

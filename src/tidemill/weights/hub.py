@@ -15,7 +15,8 @@ from tidemill.weights.location import ModelFiles, Progress, find_in_folder, refu
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+# Python files are fetched, not run: that takes --trust-remote-code.
+_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py")
 _ALL_BUT_WEIGHTS = tuple(pattern for pattern in _PATTERNS if pattern != "*.safetensors")
 _PICKLES = "pytorch_model*.bin"
 # Original-format copies of the same weights, and training leftovers.
@@ -46,9 +47,6 @@ def fetch_without_weights(repo: str, revision: str | None) -> ModelFiles:
     except Exception as error:
         raise _explained(repo, revision, error) from error
     return ModelFiles("folder", Path(folder), repo, revision)
-
-
-fetch_tokenizer = fetch_without_weights
 
 
 def _download_repo(repo: str, model: str, revision: str | None, on_progress: Progress | None) -> ModelFiles:

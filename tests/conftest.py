@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.gguf_reference import transformers_reading
 from tests.helpers.server import Server, start_server
-from tidemill.weights.location import locate
 
 
 @pytest.fixture(scope="session")
@@ -21,9 +19,17 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def transformers_smollm2(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The default model as transformers reads it. Once a session: it takes a while."""
-    return transformers_reading(locate("smollm2").path, tmp_path_factory.mktemp("smollm2"))
+    return transformers_of("smollm2", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def transformers_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return transformers_reading(locate("gemma3-270m").path, tmp_path_factory.mktemp("gemma3"))
+    return transformers_of("gemma3-270m", tmp_path_factory)
+
+
+def transformers_of(alias: str, folders: pytest.TempPathFactory) -> Any:
+    # Imported here: a machine without the gguf package runs the other tests.
+    from tests.helpers.gguf_reference import transformers_reading
+    from tidemill.weights.location import locate
+
+    return transformers_reading(locate(alias).path, folders.mktemp(alias))

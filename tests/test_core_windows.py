@@ -13,6 +13,8 @@ from tidemill.core.block_pool import BlockPool
 from tidemill.core.block_tables import BlockTables
 from tidemill.core.params import SamplingParams
 from tidemill.core.request import Request
+from tidemill.core.scheduler import Scheduler, SchedulerConfig
+from tidemill.core.step import SliceResult, StepResult
 from tidemill.engine.core import EngineCore
 from tidemill.errors import OutOfMemory
 
@@ -214,3 +216,20 @@ def test_too_few_pages_for_the_longest_request_are_refused_at_the_start():
 def test_the_same_block_has_another_key_in_every_group():
     keys = {block_key(bytes([number]) * 16, group) for number in range(4) for group in range(300)}
     assert len(keys) == 4 * 300
+
+
+def test_gemma_3_at_8k_runs_three_times_the_requests_of_a_plain_cache_at_once():
+    """Five groups of local layers to one of global ones, in the memory of four requests that keep everything."""
+    length, block_size, windows = 8192, 16, (512,) * 5 + (None,)
+    plain_pages = 4 * length // block_size * len(windows)
+    scheduler = Scheduler(SchedulerConfig(plain_pages, block_size, length, 64, 512, windows=windows))
+    for index in range(12):
+        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        scheduler.add(Request(str(index), [index] * (length - 280), params, max_tokens=length))
+    most = 0
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        assert step is not None
+        most = max(most, len(scheduler.running))
+        scheduler.update(StepResult([SliceResult(1 if piece.samples else None) for piece in step.slices]))
+    assert most == 12 and scheduler.num_preemptions == 0

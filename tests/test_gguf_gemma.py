@@ -5,7 +5,6 @@ import hashlib
 import pytest
 import torch
 
-from tests.helpers.gguf_reference import transformers_reading
 from tidemill.weights.aliases import ALIASES
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.location import locate
@@ -22,8 +21,8 @@ def checkpoint(files):
 
 
 @pytest.fixture(scope="module")
-def reference(files, tmp_path_factory):
-    return transformers_reading(files.path, tmp_path_factory.mktemp("gemma"))
+def reference(transformers_gemma3):
+    return transformers_gemma3
 
 
 def test_the_file_is_whole_and_its_terms_lie_beside_it(files):

@@ -91,28 +91,39 @@ def test_a_native_model_and_the_fallback_agree(name, tmp_path, probing_here):
         assert native == pytest.approx(fallback, abs=1e-4)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+}
 BY_LENGTH = {
-    "dynamic": {
-        "max_position_embeddings": 32,
-        "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0},
-    },
-    "longrope": {
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "factor": 4.0,
+    "dynamic": (
+        "Olmo2",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0},
+        },
+    ),
+    "longrope": ("Olmo2", {"rope_parameters": LONGROPE}),
+    "longrope-computed-anew": (
+        "Phimoe",
+        {
+            **EXPERTS,
             "original_max_position_embeddings": 32,
-            "rope_theta": 10000.0,
-            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
-            "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
-        }
-    },
+            "rope_parameters": {**LONGROPE, "short_mscale": 1.2, "long_mscale": 1.5},
+        },
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", BY_LENGTH)
 def test_rotations_by_length_do_not_depend_on_who_shares_the_batch(kind, tmp_path, probing_here):
     """transformers rotates all tokens of a pass for its longest position; only alone is that a sequence's own."""
-    model = write_checkpoint(tmp_path, "Olmo2", **BY_LENGTH[kind])
+    family, config = BY_LENGTH[kind]
+    model = write_checkpoint(tmp_path, family, **config)
     prompts = prompts_for(1)
     want = [greedy(model, prompt, 20) for prompt in prompts]
     llm = LLM(

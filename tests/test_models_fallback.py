@@ -178,7 +178,15 @@ def test_a_tensor_that_is_missing_is_named_instead_of_made_up(tmp_path):
     model = write("olmo2", tmp_path)
     state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.mlp.up_proj" not in name}
     model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(BadCheckpoint, match=r"layers\.1\.mlp\.up_proj"):
+    with pytest.raises(BadCheckpoint, match=r"no tensor model\.layers\.1\.mlp\.up_proj"):
+        TransformersModel(tmp_path, FLOAT32)
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path):
+    write("olmo2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    with pytest.raises(BadCheckpoint, match=r"down_proj\.weight has shape \(48, 80\), the config makes it \(48, 64\)"):
         TransformersModel(tmp_path, FLOAT32)
 
 
@@ -197,7 +205,7 @@ REFUSED = {
     "attention and mamba": (("Jamba", "JambaForCausalLM"), "running state per sequence"),
     "convolutions": (("Lfm2", "Lfm2ForCausalLM", {"layer_types": ["conv"] * 32}), "running state per sequence"),
     "an encoder and a decoder": (("T5", "T5ForConditionalGeneration"), "an encoder and a decoder"),
-    "looking ahead": (("Bert", "BertLMHeadModel"), "neither causal nor a sliding window: 0 sees 1"),
+    "looking ahead": (("Bert", "BertLMHeadModel"), "neither causal nor a sliding window: position 0 sees 1"),
     "sinks": (("GptOss", "GptOssForCausalLM"), "takes 's_aux'"),
     "chosen keys": (("DeepseekV32", "DeepseekV32ForCausalLM"), "takes 'indices'"),
     "chunks": (("Llama4Text", "Llama4ForCausalLM"), "as with attention in chunks"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tidemill.errors import UnsupportedModel
 from tidemill.layers.spec import CacheShape
 
 MAX_WASTE = 1 / 8
@@ -33,14 +34,19 @@ class CacheLayout:
 
 
 def arrange(caches: Sequence[CacheShape]) -> CacheLayout:
-    """Groups of equal size where the layers allow it, one group of all layers where they differ in more than reach."""
+    """Groups of equal size; one group of all layers where they keep differently much of a token."""
     kinds: dict[int | None, list[int]] = {}
     for layer, cache in enumerate(caches):
         kinds.setdefault(cache.window, []).append(layer)
     if len({(cache.kv_heads, cache.key_dim, cache.value_dim) for cache in caches}) > 1:
-        # Pages are interchangeable only if every layer needs as much; then the widest reach serves all.
-        widest = None if None in kinds else max(window for window in kinds if window is not None)
-        return CacheLayout(tuple(caches), tuple((0, layer) for layer in range(len(caches))), (widest,))
+        # Pages are interchangeable only if every layer needs as much.
+        if len(kinds) > 1:
+            raise UnsupportedModel(
+                "its layers differ both in how much they keep of a token and in how far they see",
+                cause="pages of the cache are of one size, and a group of layers sees equally far",
+                fix="use a model of another architecture: tidemill models support MODEL tells",
+            )
+        return CacheLayout(tuple(caches), tuple((0, layer) for layer in range(len(caches))), tuple(kinds))
     slots = _layers_per_page([len(layers) for layers in kinds.values()])
     places: dict[int, tuple[int, int]] = {}
     windows: list[int | None] = []

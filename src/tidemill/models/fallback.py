@@ -95,9 +95,13 @@ def _load(
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
+            # What does not fit is told by name below.
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise
         raise BadCheckpoint(
             f"transformers cannot load the weights in {folder}",
             cause=first_line(error),
@@ -115,12 +119,17 @@ def _load(
 
 def _check(folder: Path, found: dict[str, Any]) -> None:
     """transformers fills what a checkpoint lacks with random numbers; here that is an error."""
-    lacking = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in found.get(kind) or ())
-    if lacking:
+    if missing := sorted(found["missing_keys"]):
         raise BadCheckpoint(
-            f"{folder} lacks tensors that its config asks for, such as {lacking[0]}",
-            cause=f"{len(lacking)} are missing or have another shape",
+            f"{folder} has no tensor {missing[0]}, which its config asks for",
+            cause=f"{len(missing)} tensors are missing",
             fix="fetch the checkpoint again, or correct config.json",
         )
-    if unused := sorted(found.get("unexpected_keys") or ()):
+    if misfits := sorted(found["mismatched_keys"]):
+        name, stored, wanted = misfits[0]
+        raise BadCheckpoint(
+            f"{folder}: tensor {name} has shape {tuple(stored)}, the config makes it {tuple(wanted)}",
+            fix="config.json and the weights belong to different models: fetch both again",
+        )
+    if unused := sorted(found["unexpected_keys"]):
         logger.warning("%d tensors of %s are not used, such as %s", len(unused), folder, unused[0])

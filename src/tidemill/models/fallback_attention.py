@@ -37,14 +37,15 @@ def read_arguments(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         raise refusal("a layer attends to something else than the tokens of its sequence, such as an encoder's output")
     if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
         raise refusal(f"{query.shape[1]} heads of queries over {key.shape[1]} of keys and {value.shape[1]} of values")
-    rest = {name: value for name, value in arguments.items() if name not in TOLD_OTHERWISE}
+    rest = {name: argument for name, argument in arguments.items() if name not in TOLD_OTHERWISE}
     scale, soft_cap = rest.pop("scaling", None), rest.pop("softcap", None)
     for name, argument in rest.items():
         if argument is None or (not isinstance(argument, torch.Tensor) and not argument):
             continue
         raise refusal(f"its attention takes {name!r}, which changes the scores in a way the paged attention has not")
     return Asked(
-        query.shape[-1] ** -0.5 if scale is None else float(scale), None if soft_cap is None else float(soft_cap)
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
     )
 
 

@@ -44,7 +44,7 @@ def probe(path: Path, trust_remote_code: bool = False, *, time_limit: float = TI
         raise StartupError(
             f"transformers could not be asked what model {path} holds",
             cause=f"exit code {child.returncode}: {last_words[-1][:300] if last_words else 'it said nothing'}",
-            fix=f"{sys.executable} -m pip install --upgrade transformers",
+            fix=f"see all it says with: {' '.join(command)}",
         )
     if "problem" in answer:
         raise TidemillError.from_dict(answer["problem"])

@@ -171,8 +171,8 @@ def _traced(build: Callable[[str], torch.nn.Module], kind: type) -> Traced:
 
 
 def _max_position(text: Any) -> int:
-    found = next((getattr(text, name) for name in LENGTH_NAMES if isinstance(getattr(text, name, None), int)), None)
-    return found or DEFAULT_MAX_POSITION
+    lengths = [getattr(text, name, None) for name in LENGTH_NAMES]
+    return next((length for length in lengths if isinstance(length, int) and length > 0), DEFAULT_MAX_POSITION)
 
 
 def _ropes(text: Any, max_position: int, kind: type) -> list[RopeConfig]:
@@ -183,6 +183,7 @@ def _ropes(text: Any, max_position: int, kind: type) -> list[RopeConfig]:
     for one in each or ([parameters] if parameters else []):
         original = one.get("original_max_position_embeddings") or max_position
         name, full = str(one.get("rope_type") or "default"), {**one, "original_max_position_embeddings": original}
+        name = "dynamic" if "dynamic" in name else name
         turns = name == "longrope" and _computes_anew(kind)
         found.append(RopeConfig(name, float(one.get("rope_theta") or 0.0), 0, max_position, full, turns))
     return found

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,18 +54,18 @@ def trace(build: Callable[[str], torch.nn.Module]) -> Traced:
             # Only where a mask is given does transformers not look at the numbers of the positions.
             "attention_mask": torch.ones(1, TOKENS, dtype=torch.long),
         }
-        with _WithoutNumbers() as ops, _Parts(model, ops) as recorder.parts:
+        with _WithoutNumbers() as ops, _Parts(model, ops) as parts, recorder.watching(parts) as layers:
             logits = model(**inputs, use_cache=False).logits
-    decoder = _decoder(model, recorder)
+    decoder = _decoder(model, layers)
     if ops.mixes_tokens:
         raise refusal("it runs a convolution over the tokens, whose state the cache of keys and values does not keep")
-    made, widest = recorder.parts.results[decoder]
+    made, widest = parts.results[decoder]
     return Traced(
         decoder=decoder,
         vocab_size=logits.shape[-1],
         hidden_size=made[0].shape[-1],
         widest_layer=TENSORS_AT_ONCE * widest,
-        caches=tuple(_cache(layer) for layer in recorder.layers),
+        caches=tuple(_cache(layer) for layer in layers),
     )
 
 
@@ -72,9 +73,9 @@ def computes_attention_itself(name: str) -> UnsupportedModel:
     return refusal(f"{name} computes its attention itself, not through transformers' attention interface")
 
 
-def _decoder(model: torch.nn.Module, recorder: _Recorder) -> str:
+def _decoder(model: torch.nn.Module, layers: list[_Layer]) -> str:
     """The part of the model that all of its attention happens in."""
-    found = sorted({layer.part for layer in recorder.layers})
+    found = sorted({layer.part for layer in layers})
     if not found:
         raise computes_attention_itself(type(model).__name__)
     if len(found) > 1:
@@ -91,7 +92,7 @@ def window_of(mask_function: MaskFunction) -> int | None:
         zero, *indices = (torch.tensor(number) for number in (0, query, key))
         try:
             return bool(mask_function(zero, zero, *indices))
-        except (NotImplementedError, IndexError, RuntimeError):
+        except (IndexError, RuntimeError):
             cause = "what its attention sees depends on more than positions, as with attention in chunks"
             raise refusal(cause) from None
 
@@ -107,7 +108,7 @@ def window_of(mask_function: MaskFunction) -> int | None:
         for key in (0, query // 2, query - reach - 1, query - reach, query - reach + 1, query, query + 1, query + 99):
             if key >= 0 and shows(query, key) != (query - reach < key <= query if window else key <= query):
                 verb = "sees" if shows(query, key) else "does not see"
-                raise refusal(f"its attention is neither causal nor a sliding window: {query} {verb} {key}")
+                raise refusal(f"its attention is neither causal nor a sliding window: position {query} {verb} {key}")
     return window
 
 
@@ -132,15 +133,25 @@ def _cache(layer: _Layer) -> CacheShape:
 
 
 class _Recorder:
-    """Stands for attention and for the making of masks, and notes what each layer asks for."""
+    """Stands for attention and for the making of masks, and notes what each layer asks for. transformers keeps it for
+    good, so it keeps nothing itself."""
 
     def __init__(self) -> None:
         self.name = f"{ATTENTION_NAME}-{uuid.uuid4().hex}"
-        self.layers: list[_Layer] = []
-        self.parts: _Parts | None = None
+        self._parts: _Parts | None = None
+        self._layers: list[_Layer] = []
         self._masks: list[tuple[torch.Tensor, MaskFunction]] = []
         AttentionInterface.register(self.name, self._attend)
         AttentionMaskInterface.register(self.name, self._mask)
+
+    @contextmanager
+    def watching(self, parts: _Parts) -> Iterator[list[_Layer]]:
+        """A pass; the list fills with its layers."""
+        self._parts, self._layers, self._masks = parts, [], []
+        try:
+            yield self._layers
+        finally:
+            self._parts, self._layers, self._masks = None, [], []
 
     def _mask(self, *, mask_function: MaskFunction, **_: Any) -> torch.Tensor:
         """A tensor that stands for the mask: a layer that receives this very one sees what its function shows."""
@@ -164,9 +175,9 @@ class _Recorder:
         causal = arguments.get("is_causal")
         if function is None and not (getattr(module, "is_causal", True) if causal is None else causal):
             raise refusal("it looks ahead: its attention is not causal")
-        part = "" if self.parts is None else self.parts.running
+        part = "" if self._parts is None else self._parts.running
         sizes = (key.shape[1], key.shape[3], value.shape[3])
-        self.layers.append(_Layer(part, *sizes, arguments.get("sliding_window"), function))
+        self._layers.append(_Layer(part, *sizes, arguments.get("sliding_window"), function))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -9,9 +9,10 @@ import tokenizers
 from tokenizers import models
 
 from tests.helpers.chat_templates import COMMAND_R, FAMILIES, GRANITE, LLAMA31, PARTS_ONLY, PARTS_OR_TEXT, QWEN3, QWEN25
-from tidemill.errors import BadCheckpoint, ConfigError, InvalidRequest, UnsupportedParameter
-from tidemill.text.chat import ChatTemplate, refuse_media
+from tidemill.errors import BadCheckpoint, ConfigError, InvalidRequest, StartupError, UnsupportedParameter
+from tidemill.text.chat import ChatTemplate
 from tidemill.text.chat_files import load_chat_template
+from tidemill.text.chat_input import check_messages
 from tidemill.text.template_environment import plain
 from tidemill.weights.location import ModelFiles, locate
 
@@ -298,7 +299,7 @@ class TestContent:
     def test_what_is_no_text_is_refused(self, part):
         chat = [{"role": "user", "content": [part]}]
         with pytest.raises(InvalidRequest, match="text model"):
-            refuse_media(chat)
+            check_messages(chat)
         with pytest.raises(InvalidRequest, match="text model"):
             ChatTemplate(QWEN25, SPECIAL).render(chat)
 
@@ -486,3 +487,26 @@ class TestWhereTemplatesAre:
         with pytest.raises(ConfigError, match=r"nowhere\.jinja") as caught:
             load(tmp_path, "nowhere.jinja")
         assert caught.value.param == "chat_template"
+
+    BROKEN = [  # noqa: RUF012
+        ("chat_template.jinja", b"{% if %}"),
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("chat_template.jinja", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+    ]
+
+    @pytest.mark.parametrize(("name", "content"), BROKEN)
+    def test_a_broken_template_of_the_model_is_replaced_by_the_users(self, tmp_path, name, content):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(StartupError):
+            load(tmp_path)
+        path = tmp_path / "mine.jinja"
+        path.write_text("mine")
+        assert load(tmp_path, str(path)).render([]) == "mine"
+        assert load(tmp_path, "{{ 'text' }}").render([]) == "text"
+
+    def test_a_git_lfs_pointer_is_no_template(self, tmp_path):
+        (tmp_path / "chat_template.jinja").write_bytes(self.BROKEN[2][1])
+        with pytest.raises(BadCheckpoint, match="Git LFS") as caught:
+            load(tmp_path)
+        assert "git lfs pull" in caught.value.fix

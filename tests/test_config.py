@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.config import EngineArgs, EngineConfig, ModelFacts, log_level, resolve
+from tidemill.config import EngineArgs, EngineConfig, ModelFacts, activations, log_level, resolve
 from tidemill.errors import ConfigError, OutOfMemory, StartupError
 from tidemill.hardware import Hardware
 from tidemill.models.registry import describe
@@ -248,6 +248,19 @@ def test_a_context_longer_than_the_window_costs_only_the_layers_that_see_it():
     assert long.kv_bytes - short.kv_bytes == 8192 * 3 * 2 * 256 * 2
 
 
+def test_a_long_context_is_planned_with_the_masks_and_tables_it_needs():
+    shape = describe({**GEMMA, "max_position_embeddings": 131072}).shape
+    config = resolved(facts=replace(FACTS, shape=shape))
+    assert config.max_model_len == 131072
+    assert config.activation_bytes == activations(shape, config.max_num_batched_tokens, 64, 131072, 2)
+    tables = 4 * 2 * 256 * 131072
+    assert config.activation_bytes > tables + 3 * 512 * 131072
+    small = resolved(with_memory(2.1), facts=replace(FACTS, shape=shape))
+    assert small.max_model_len < 131072
+    spent = small.weight_bytes + small.activation_bytes + small.kv_bytes
+    assert spent <= 0.9 * 2.1 * GIB
+
+
 def test_the_longest_context_that_fits_is_found_with_windows_too():
     facts = replace(FACTS, shape=describe(GEMMA).shape)
     config = resolved(facts=facts, num_gpu_blocks_override=1000)
@@ -265,3 +278,19 @@ def test_the_log_level_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("TIDEMILL_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match="loud"):
         log_level()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("trust_remote_code", "no"),
+        ("check_weights", 1),
+        ("max_model_len", "8k"),
+        ("max_num_seqs", True),
+        ("dtype", None),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError) as caught:
+        EngineArgs(**{name: value})
+    assert caught.value.param == name

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.toy import ask, check_books, expected, run, toy_core
+from tests.helpers.toy import POISON, ask, check_books, expected, run, toy_core
 from tidemill.core.block_groups import pages_for
 from tidemill.engine.core import EngineCore
 
@@ -140,6 +140,25 @@ def test_a_sequence_that_outgrows_a_length_is_computed_anew_once(depth):
     entered = [new for step in core.runner.steps for new in step.new_rows]
     assert [len(new.tokens) for new in entered if new.tokens[0] == 1] == [3, 11]
     assert len(entered) == 4 and core.stats.preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 5)])
+def test_who_shares_blocks_with_a_request_that_fails_in_the_same_step_is_computed_anew(depth, windows):
+    core = toy_core(num_blocks=60, budget=64, depth=depth, windows=windows, max_model_len=40)
+    shared = list(range(16))
+    ask(core, "poisoned", [*shared, POISON], 5)
+    for name, more in (("short", [1]), ("longer", [2] * 9), ("as long", [2] * 9)):
+        ask(core, name, [*shared, *more], 5)
+    outputs: dict[str, list] = {}
+    while core.has_work:
+        for output in core.step():
+            outputs.setdefault(output.id, []).append(output)
+        check_books(core)
+    assert [output.finish for output in outputs.pop("poisoned")] == ["error"]
+    for name, more in (("short", [1]), ("longer", [2] * 9), ("as long", [2] * 9)):
+        said = [token for output in outputs[name] for token in output.token_ids]
+        assert said == expected([*shared, *more], 5, windows), name
 
 
 def test_small_pool_preempts_and_everyone_finishes():

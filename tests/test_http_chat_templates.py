@@ -168,3 +168,9 @@ def test_a_keyword_the_template_does_not_read(http):
     error = problem(http, chat_template_kwargs={"enable_dreaming": True})
     assert error["param"] == "chat_template_kwargs.enable_dreaming"
     assert "enable_thinking" in error["message"]
+
+
+def test_continuing_excludes_a_generation_prompt(http):
+    error = problem(http, continue_final_message=True, add_generation_prompt=True)
+    assert error["param"] == "continue_final_message"
+    assert "set add_generation_prompt to false" in error["message"]

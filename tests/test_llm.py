@@ -174,6 +174,56 @@ def test_the_name_of_a_template_is_enough(tmp_path):
     assert "text: x" in prompt_of(llm, documents=[{"text": "x"}], chat_template="rag")
 
 
+def _containing_itself() -> list:
+    values: list = []
+    values.append(values)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ("hello", "messages"),
+        (5, "messages"),
+        (["hello"], "messages[0]"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": 5, "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": "x", "mood": "gay"}], "messages[0].mood"),
+        ([{"role": "user", "content": _containing_itself()}], "messages[0]"),
+        ([HELLO, []], "messages"),
+    ],
+)
+def test_what_is_no_conversation_is_named(llm, messages, param):
+    with pytest.raises(InvalidRequest) as caught:
+        llm.chat(messages, SHORT, use_tqdm=False)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"documents": "x"}, "documents"),
+        ({"documents": ["x"]}, "documents[0]"),
+        ({"tools": 5}, "tools"),
+        ({"tools": [{"x": _containing_itself()}]}, "tools[0]"),
+        ({"chat_template_kwargs": {5: 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ],
+)
+def test_what_a_template_cannot_be_given_is_named(llm, options, param):
+    with pytest.raises(InvalidRequest) as caught:
+        prompt_of(llm, chat_template=GRANITE, **options)
+    assert caught.value.param == param
+
+
+def test_a_chat_template_that_is_no_text(llm):
+    with pytest.raises(InvalidRequest) as caught:
+        prompt_of(llm, chat_template=5)
+    assert caught.value.param == "chat_template"
+
+
 def test_a_model_without_a_template_generates_but_does_not_chat(tmp_path):
     write_checkpoint(tmp_path, "Llama")
     llm = LLM(str(tmp_path), dtype="float32", max_num_seqs=1)

@@ -53,7 +53,8 @@ def write_config(folder, llama, architecture, **own):
     rope = llama["rope_parameters"]
     if rope["rope_type"] != "default":
         config["rope_scaling"] = {"type": rope["rope_type"], "factor": rope["factor"]}
-    config |= {"architectures": [architecture], "rope_theta": rope["rope_theta"], **own}
+    config |= {"architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower()}
+    config |= {"rope_theta": rope["rope_theta"], **own}
     (folder / "config.json").write_text(json.dumps(config))
 
 

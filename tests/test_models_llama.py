@@ -3,9 +3,12 @@ batch with chunked prefill, prefix hits and preemption."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.checkpoints import TINY, greedy, reset_rope, write_checkpoint, write_model
 from tests.helpers.parity import assert_same_logits, assert_same_tokens, prompts_for, reference_of
@@ -211,3 +214,62 @@ def test_unknown_architecture_asked_to_run_natively_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="UnheardOf") as caught:
         LLM(str(tmp_path), model_impl="native")
     assert caught.value.param == "model_impl"
+
+
+def test_a_head_that_is_stored_counts_even_where_the_config_ties_it(tmp_path):
+    """As in transformers: who trained the head further may have left the switch as it was."""
+    write_checkpoint(tmp_path, "Llama", tie_word_embeddings=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["lm_head.weight"] = torch.randn_like(stored["model.embed_tokens.weight"])
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert_same_logits(reference_of(model), str(tmp_path))
+
+
+def test_of_two_tied_tensors_either_may_be_stored(tmp_path):
+    model = write_checkpoint(tmp_path, "Llama", tie_word_embeddings=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_same_logits(reference_of(model), str(tmp_path))
+
+
+@pytest.mark.parametrize(("family", "bias"), [("Qwen2", False), ("Mistral", True)])
+def test_biases_that_are_part_of_the_architecture_do_not_depend_on_the_config(tmp_path, family, bias):
+    model = write_checkpoint(tmp_path, family)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_bias": bias}))
+    assert_same_logits(reference_of(model), str(tmp_path))
+
+
+def test_a_tensor_that_the_config_does_not_announce_is_named(tmp_path):
+    write_checkpoint(tmp_path, "Llama")
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(48)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadCheckpoint, match=r"model.safetensors: tensor model.layers.1.self_attn.q_proj.bias"):
+        LLM(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers"),
+        ({"rope_scaling": 5}, "rope_scaling is 5"),
+        ({"partial_rotary_factor": "half"}, "half"),
+        ({"layer_types": 5}, "layer_types is 5"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'"),
+    ],
+)
+def test_values_that_no_config_has_are_named(changes, words):
+    raw = {**TINY, "architectures": ["LlamaForCausalLM"], **changes}
+    with pytest.raises((BadCheckpoint, UnsupportedModel)) as caught:
+        describe(raw)
+    assert words in f"{caught.value.message} {caught.value.cause}"
+
+
+def test_a_config_without_architectures_is_known_by_its_type():
+    assert describe({**TINY, "model_type": "qwen3"}).architecture == "Qwen3ForCausalLM"
+    both = {**TINY, "model_type": "llama", "architectures": ["Qwen3ForCausalLM"]}
+    assert describe(both).architecture == "LlamaForCausalLM", "transformers follows the type"

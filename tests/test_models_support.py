@@ -26,7 +26,7 @@ def test_a_native_architecture_names_its_family_and_its_cache(tmp_path):
 
 def test_what_transformers_runs_says_so(tmp_path):
     said = look(tmp_path, {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "--json")
-    (row,) = json.loads(said.output)
+    (row,) = json.loads(said.stdout)
     assert row["runs"] == "transformers" and "fallback" in row["note"]
     assert row["layers"] == 3 and row["cache_bytes_per_token"] == 3 * 2 * 2 * 12 * 2
 

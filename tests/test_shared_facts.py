@@ -12,5 +12,9 @@ def test_the_plan_counts_as_many_gathered_tokens_as_attention_gathers():
     assert config.GATHERED_TOKENS == attention.MAX_GATHERED_TOKENS
 
 
+def test_the_plan_counts_as_many_scores_as_attention_holds():
+    assert config.SCORES_BY_HAND == reference.TILE_NUMBERS
+
+
 def test_every_activation_a_config_may_name_exists_and_the_other_way_round():
     assert set(ACTIVATIONS) == set(reference.ACTIVATIONS)

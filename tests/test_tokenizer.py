@@ -184,6 +184,57 @@ class TestRefusals:
         with pytest.raises(UnsupportedModel) as caught:
             load_tokenizer(files(tmp_path))
         assert "--tokenizer" in caught.value.fix
+        assert "it holds no vocabulary: neither tokenizer.json" in caught.value.cause
+
+    def test_a_vocabulary_nobody_can_read_comes_with_all_that_transformers_says_of_it(self, tmp_path):
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        (tmp_path / "vocab.json").write_text("[")
+        with pytest.raises(UnsupportedModel) as caught:
+            load_tokenizer(files(tmp_path))
+        assert "transformers makes none of vocab.json: " in caught.value.cause
+        assert not caught.value.cause.endswith(":")
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tekken.json", "qwen.tiktoken"])
+    def test_a_git_lfs_pointer_is_called_one(self, tmp_path, name):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 100\n")
+        with pytest.raises(BadCheckpoint, match=f"{name} is a Git LFS pointer"):
+            load_tokenizer(files(tmp_path))
+
+    @pytest.mark.parametrize("value", ["</s>", [None], {}, 1.5, True, [[1]], "2"])
+    @pytest.mark.parametrize("place", ["config.json", "generation_config.json", "text_config"])
+    def test_an_end_that_is_no_id_is_named_with_its_file(self, tmp_path, place, value):
+        write_byte_level_folder(tmp_path)
+        name, key = ("config.json", "text_config.eos_token_id") if place == "text_config" else (place, "eos_token_id")
+        ends = {"eos_token_id": value}
+        (tmp_path / name).write_text(json.dumps({"text_config": ends} if place == "text_config" else ends))
+        with pytest.raises(BadCheckpoint, match=rf"{name} has an odd {key}$") as caught:
+            load_tokenizer(files(tmp_path))
+        assert repr(value) in caught.value.cause
+
+    def test_an_end_below_zero_is_told_and_ends_nothing(self, tmp_path, caplog):
+        write_byte_level_folder(tmp_path)
+        (tmp_path / "config.json").write_text('{"eos_token_id": [-7, 3]}')
+        assert load_tokenizer(files(tmp_path)).eos_ids == (0, 3)
+        assert "eos_token_id has -7" in caplog.text
+
+    @pytest.mark.parametrize("value", [{"x": {"content": "<a>"}}, {"-1": {"content": "<a>"}}, [1], {"9" * 20: "<a>"}])
+    def test_added_tokens_under_what_is_no_id(self, tmp_path, value):
+        write_byte_level_folder(tmp_path, added_tokens_decoder=value)
+        with pytest.raises(BadCheckpoint, match=r"tokenizer_config\.json has an odd entry 'added_tokens_decoder'"):
+            load_tokenizer(files(tmp_path))
+
+    @pytest.mark.parametrize("value", ["x", None, [1], 1.5, -1, 10**20])
+    def test_added_tokens_of_older_files_with_what_is_no_id(self, tmp_path, value):
+        write_byte_level_folder(tmp_path)
+        (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": value}))
+        with pytest.raises(BadCheckpoint, match=r"added_tokens\.json has an odd entry '<tool>'"):
+            load_tokenizer(files(tmp_path))
+
+    def test_a_model_type_that_is_no_name(self, tmp_path):
+        write_llama_folder(tmp_path, tokenizer_class="LlamaTokenizer")
+        (tmp_path / "config.json").write_text('{"model_type": ["llama"]}')
+        with pytest.raises(BadCheckpoint, match=r"config\.json has an odd model_type"):
+            load_tokenizer(files(tmp_path))
 
     def test_half_a_surrogate_pair_is_an_invalid_request(self, pair):
         with pytest.raises(InvalidRequest, match="surrogate"):

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import tokenizers
@@ -254,6 +255,45 @@ class TestTekken:
         with pytest.raises(BadCheckpoint, match=r"tekken\.json"):
             load_tokenizer(files(tmp_path))
 
+    FAULTS: ClassVar = {
+        "a pattern": (lambda data: data["config"].update(pattern="("), "config.pattern is no regular expression"),
+        "a pattern that is no text": (lambda data: data["config"].update(pattern=7), "config.pattern"),
+        "a config that is a list": (lambda data: data.update(config=[1]), "config is a list"),
+        "a vocab that is an object": (lambda data: data.update(vocab={}), "vocab is a dict"),
+        "fewer tokens than special ones": (
+            lambda data: data["config"].update(default_vocab_size=3),
+            "default_vocab_size is 3, less than the 30 special tokens",
+        ),
+        "a size that is no number": (lambda data: data["config"].update(default_vocab_size="x"), "default_vocab_size"),
+        "a size below zero": (lambda data: data["config"].update(default_vocab_size=-1), "default_vocab_size"),
+        "special tokens without end": (
+            lambda data: data["config"].update(default_num_special_tokens=10**12),
+            "config.default_num_special_tokens is 1000000000000",
+        ),
+        "a token that is not base64": (
+            lambda data: data["vocab"][7].update(token_bytes="?QQ=="),
+            "vocab[7].token_bytes",
+        ),
+        "a token twice": (lambda data: data["vocab"].insert(8, data["vocab"][7]), "vocab[7] and vocab[8]"),
+        "a byte without a token": (lambda data: data["vocab"].pop(0), "no token for 1 of the 256 bytes"),
+        "special tokens that are numbers": (lambda data: data.update(special_tokens=[1]), "special_tokens holds 1"),
+        "a special token below zero": (
+            lambda data: data.update(special_tokens=[{"rank": -1, "token_str": "<s>"}]),
+            "a special token has rank -1",
+        ),
+    }
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_the_faulty_part_is_named(self, tmp_path, fault):
+        self.write(tmp_path, ranks_of(trained_bpe()))
+        data = json.loads((tmp_path / "tekken.json").read_text())
+        spoil, cause = self.FAULTS[fault]
+        spoil(data)
+        (tmp_path / "tekken.json").write_text(json.dumps(data))
+        with pytest.raises(BadCheckpoint, match=r"tekken\.json is not a tekken vocabulary") as caught:
+            load_tokenizer(files(tmp_path))
+        assert cause in caught.value.cause
+
     def test_a_real_file_gives_the_ids_of_mistral_common(self, tmp_path):
         reference, path = mistral_common_data("tekken_240911.json")
         shutil.copy(path, tmp_path / "tekken.json")
@@ -364,3 +404,45 @@ class TestTiktoken:
             table.write("not!base64 7\n")
         with pytest.raises(BadCheckpoint, match="line 601"):
             load_tokenizer(files(tmp_path))
+
+    @pytest.mark.parametrize(
+        ("line", "cause"),
+        [
+            (f"{base64_of(b'zzzzzzz')} -1", "the rank -1"),
+            (f"{base64_of(b'zzzzzzz')} {2**32}", "the rank 4294967296"),
+            (f"{base64_of(b'zzzzzzz')} 5", "the same rank"),
+            (f"{base64_of(b'z' * 1_000_000)} 900", "has 1000000 bytes"),
+            (f"{base64_of(b'z')} 900", "already"),
+        ],
+        ids=["a rank below zero", "a rank too large", "a rank twice", "a token too long", "a token twice"],
+    )
+    def test_a_table_that_makes_no_vocabulary_says_why(self, tmp_path, line, cause):
+        self.write(tmp_path)
+        with (tmp_path / "tokenizer.model").open("a") as table:
+            table.write(f"{line}\n")
+        with pytest.raises(BadCheckpoint, match=r"tokenizer\.model is") as caught:
+            load_tokenizer(files(tmp_path))
+        assert cause in caught.value.cause
+
+    def test_a_byte_without_a_token_would_lose_text(self, tmp_path):
+        self.write(tmp_path)
+        table = tmp_path / "tokenizer.model"
+        kept = [line for line in table.read_text().splitlines() if line.split()[0] != base64_of(b"q")]
+        table.write_text("\n".join(kept))
+        with pytest.raises(BadCheckpoint, match="not a whole tiktoken table") as caught:
+            load_tokenizer(files(tmp_path))
+        assert "1 of the 256 bytes, such as b'q'" in caught.value.cause
+
+    def test_a_folder_of_that_name_is_no_table(self, tmp_path):
+        (tmp_path / "tokenizer.model").mkdir()
+        with pytest.raises(UnsupportedModel, match="has no tokenizer that can be read"):
+            load_tokenizer(files(tmp_path))
+
+    def test_a_model_type_that_is_no_name(self, tmp_path):
+        self.write(tmp_path, model_type=["llama"])
+        with pytest.raises(BadCheckpoint, match=r"config\.json has an odd model_type"):
+            load_tokenizer(files(tmp_path))
+
+    def test_a_first_token_that_is_no_text_is_the_familys(self, tmp_path):
+        end = len(self.write(tmp_path, bos_token=[1]))
+        assert load_tokenizer(files(tmp_path)).encode("x")[0] == end

@@ -94,6 +94,14 @@ class TestLocalPaths:
             locate(str(path))
         assert "llama-gguf-split --merge" in caught.value.fix
 
+    @pytest.mark.parametrize("of", ["folder", "file"])
+    def test_a_gguf_under_another_name_is_to_be_renamed(self, tmp_path, of):
+        path = tmp_path / "model.bin"
+        path.write_bytes(b"GGUF\3\0\0\0")
+        with pytest.raises(UnsupportedModel, match="is a GGUF file under another name") as caught:
+            locate(str(tmp_path if of == "folder" else path))
+        assert caught.value.fix == f"rename it to .gguf: mv {path} {tmp_path / 'model.gguf'}"
+
     def test_an_empty_folder_says_what_was_looked_for(self, tmp_path):
         with pytest.raises(ModelUnavailable) as caught:
             locate(str(tmp_path))

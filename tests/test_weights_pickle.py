@@ -4,11 +4,13 @@ import json
 import os
 import pickle
 import shlex
+import struct
 import subprocess
 import sys
 import warnings
 import zipfile
 from collections import OrderedDict
+from typing import ClassVar
 
 import pytest
 import torch
@@ -135,6 +137,11 @@ class Malicious:
         return os.system, (f"touch {shlex.quote(str(self.marker))}",)
 
 
+def write_program(folder, program: bytes) -> None:
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", program)
+
+
 class TestUnsafe:
     @pytest.mark.parametrize("where", ["a value", "a key", "the whole file", "an attribute"])
     def test_a_pickle_that_runs_a_command_is_refused_by_name_and_nothing_runs(self, folder, tmp_path, where):
@@ -170,15 +177,13 @@ class TestUnsafe:
         program = b"\x80\x04\x8c\x0ctorch._utils\x8c\x12_rebuild_tensor_v2\x93."
         dotted = program.replace(b"\x8c\x12_rebuild_tensor_v2", b"\x8c\x0csys.settrace")
         for data, refused in ((program, "is not a dictionary"), (dotted, r"torch\._utils\.sys\.settrace")):
-            with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as archive:
-                archive.writestr("archive/data.pkl", data)
+            write_program(folder, data)
             with pytest.raises(UnsupportedModel, match=refused):
                 open_checkpoint(files(folder))
 
     def test_no_instruction_takes_memory_by_the_gigabyte(self, folder):
         """A place in the memo of number two thousand million: an array of that length would be 16 GB."""
-        with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as archive:
-            archive.writestr("archive/data.pkl", b"\x80\x02}r\xff\xff\xff\x7f.")
+        write_program(folder, b"\x80\x02}r\xff\xff\xff\x7f.")
         limited = (
             "import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30));"
             "from tidemill.weights.checkpoint import open_checkpoint; from tidemill.weights.location import locate;"
@@ -186,6 +191,78 @@ class TestUnsafe:
         )
         ended = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True)
         assert "holds no tensors" in ended.stderr
+
+    @pytest.mark.parametrize("depth", [3, 2_000_000])
+    def test_a_deep_tuple_as_a_key_ends_no_process(self, folder, depth):
+        """Hashing it runs on the C stack, one frame a level."""
+        write_program(folder, b"\x80\x02})" + b"\x85" * depth + b"K\x01s.")
+        code = (
+            "from tidemill.weights.checkpoint import open_checkpoint; from tidemill.weights.location import locate;"
+            f"open_checkpoint(locate({str(folder)!r}))"
+        )
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert ended.returncode == 1
+        assert "UnsupportedModel" in ended.stderr
+
+    FOREIGN: ClassVar = {
+        "a bytearray": (b"\x96" + struct.pack("<Q", 1_200_000_000), "BYTEARRAY8"),
+        "a text of eight bytes' length": (b"\x8d" + struct.pack("<Q", 1 << 40), "BINUNICODE8"),
+        "a text of 100 kilobytes": (b"X" + struct.pack("<I", 100_000) + b"a" * 100_000, "a text of 100000 bytes"),
+        "bytes": (b"C\x01x", "SHORT_BINBYTES"),
+        "an integer of a megabyte": (b"\x8b" + struct.pack("<I", 1 << 20) + b"\x01" * (1 << 20), "LONG4"),
+        "an integer of 200 bytes": (b"\x8a\xc8" + b"\x01" * 200, "an integer of 200 bytes"),
+        "an extension": (b"\x82\x01", "EXT1"),
+        "a buffer from outside": (b"\x97", "NEXT_BUFFER"),
+        "a set": (b"\x8f", "EMPTY_SET"),
+        "an object": (b")\x81", "NEWOBJ"),
+        "a float as a key": (b"}G" + bytes(8) + b"Ns", "a float as the key of a dictionary"),
+        "a tuple as a key": (b"}(K\x01tNs", "a tuple as the key of a dictionary"),
+        "a long tuple": (b"(" + b"N" * 1000 + b"t", "a tuple that is longer or deeper"),
+    }
+
+    @pytest.mark.parametrize("what", FOREIGN)
+    def test_what_no_dictionary_of_tensors_needs_is_not_run(self, folder, what):
+        program, cause = self.FOREIGN[what]
+        write_program(folder, b"\x80\x05" + program + b".")
+        with pytest.raises(UnsupportedModel, match="what no dictionary of tensors has") as caught:
+            open_checkpoint(files(folder))
+        assert cause in caught.value.cause
+
+    def test_a_text_longer_than_the_file_is_refused(self, folder):
+        write_program(folder, b"\x80\x02}X" + struct.pack("<I", 1 << 31) + b"w")
+        with pytest.raises(BadCheckpoint) as caught:
+            open_checkpoint(files(folder))
+        assert "claims to go on" in caught.value.cause
+
+    def test_no_dictionary_is_copied(self, folder):
+        """OrderedDict(d), a thousand times over a large one, is a gigabyte."""
+        entries = b"".join(b"X\x01\0\0\0" + bytes([65 + at]) + b"N" for at in range(20))
+        copies = b"ccollections\nOrderedDict\nh\x00\x85R" * 3
+        write_program(folder, b"\x80\x02}q\x00(" + entries + b"u" + copies + b".")
+        with pytest.raises(BadCheckpoint) as caught:
+            open_checkpoint(files(folder))
+        assert "takes 0 positional arguments" in caught.value.cause
+
+    def test_a_program_ends(self, folder, monkeypatch):
+        monkeypatch.setattr("tidemill.weights.pickle_machine._MAX_INSTRUCTIONS", 1000)
+        write_program(folder, b"\x80\x02" + b"}" * 1000 + b".")
+        with pytest.raises(BadCheckpoint) as caught:
+            open_checkpoint(files(folder))
+        assert "more than 1000 instructions" in caught.value.cause
+
+    @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+    def test_every_protocol_torch_writes_is_read(self, folder, protocol):
+        torch.save(TENSORS, folder / "pytorch_model.bin", pickle_protocol=protocol)
+        assert list(open_checkpoint(files(folder)).tensors) == list(TENSORS)
+
+    def test_a_tensor_larger_than_its_storage_is_refused(self, folder):
+        """Strides of zero let one number claim any shape, and reading it would take the memory."""
+        torch.save({"w": torch.ones(1).expand(10**9, 10**9)}, folder / "pytorch_model.bin")
+        with pytest.raises(UnsupportedModel, match="tensor w repeats its numbers") as caught:
+            open_checkpoint(files(folder))
+        assert "1000000000000000000 elements, its storage of 4 bytes" in caught.value.cause
+        torch.save({"w": torch.arange(5).expand(1, -1)}, folder / "pytorch_model.bin")
+        assert open_checkpoint(files(folder)).tensors["w"].shape == (1, 5)
 
     @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
     @given(data=st.data())
@@ -273,6 +350,7 @@ class TestFaults:
         assert "tensor w of F32 (7, 3) ends after its storage of 24 bytes" in caught.value.cause
 
     def test_a_file_of_the_old_format_comes_with_the_command_that_converts_it(self, folder):
+        folder = folder.rename(folder.parent / (folder.name + ' it\'s a "model" $HOME'))
         path = folder / "pytorch_model.bin"
         torch.save({"a.weight": TENSORS["a.weight"]}, path, _use_new_zipfile_serialization=False)
         with pytest.raises(UnsupportedModel, match=r"before 1\.6") as caught:
@@ -282,13 +360,30 @@ class TestFaults:
         subprocess.run([sys.executable, *command[1:]], check=True)
         assert torch.equal(open_checkpoint(files(folder)).read("a.weight"), TENSORS["a.weight"])
 
+    def test_a_gguf_file_under_this_name_is_to_be_renamed(self, folder):
+        folder = folder.rename(folder.parent / f"{folder.name} with spaces")
+        path = folder / "pytorch_model.bin"
+        path.write_bytes(b"GGUF\3\0\0\0")
+        with pytest.raises(UnsupportedModel, match="is a GGUF file under another name") as caught:
+            open_checkpoint(files(folder))
+        assert caught.value.fix == f"rename it to .gguf: mv '{path}' '{folder}/pytorch_model.gguf'"
+
+    def test_a_tensor_under_a_number_has_no_name(self, folder):
+        torch.save({1: torch.ones(2)}, folder / "pytorch_model.bin")
+        with pytest.raises(BadCheckpoint) as caught:
+            open_checkpoint(files(folder))
+        assert "the number 1 where its name should be" in caught.value.cause
+
     def test_a_git_lfs_pointer_is_called_one(self, folder):
         (folder / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
         with pytest.raises(BadCheckpoint, match=r"pytorch_model\.bin is a Git LFS pointer"):
             open_checkpoint(files(folder))
 
     def test_a_training_checkpoint_says_how_to_save_the_weights_alone(self, folder):
-        torch.save({"epoch": 3, "state_dict": {"w": torch.ones(2)}}, folder / "pytorch_model.bin")
+        optimizer = {"state": {0: {"step": 1.0}}, "param_groups": [{"betas": (0.9, 0.99), "params": [0]}]}
+        torch.save(
+            {"epoch": 3, "state_dict": {"w": torch.ones(2)}, "optimizer": optimizer}, folder / "pytorch_model.bin"
+        )
         with pytest.raises(UnsupportedModel, match="not a dictionary of tensors") as caught:
             open_checkpoint(files(folder))
         assert "'state_dict'" in caught.value.cause

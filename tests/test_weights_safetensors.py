@@ -1,6 +1,7 @@
 """A Hugging Face folder is opened from headers alone, read without copies, and its faults are found at open time."""
 
 import json
+import shlex
 import struct
 import warnings
 
@@ -207,13 +208,14 @@ class TestFaults:
 
     @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.gguf"])
     def test_a_git_lfs_pointer_is_called_one(self, folder, name):
+        folder = folder.rename(folder.parent / f"{folder.name} it's a model")
         pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 100\n"
         (folder / name).write_text(pointer)
         kind = "gguf" if name.endswith(".gguf") else "folder"
         path = folder / name if kind == "gguf" else folder
         with pytest.raises(BadCheckpoint, match=f"{name} is a Git LFS pointer") as caught:
             open_checkpoint(ModelFiles(kind, path, "m"))
-        assert caught.value.fix == f"cd {folder} && git lfs pull"
+        assert shlex.split(caught.value.fix) == ["cd", str(folder), "&&", "git", "lfs", "pull"]
 
     @pytest.mark.parametrize(
         ("name", "author"), [("consolidated.safetensors", "Mistral"), ("consolidated.00.pth", "Meta")]
@@ -250,11 +252,22 @@ class TestFaults:
     def test_an_adapter_is_not_a_model(self, tmp_path):
         (tmp_path / "config.json").write_text("{}")
         save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
-        with pytest.raises(UnsupportedModel, match="LoRA adapter"):
+        with pytest.raises(UnsupportedModel, match="LoRA adapter") as caught:
             open_checkpoint(files(tmp_path))
+        assert "merge_and_unload" in caught.value.fix
+        *_, code, named = shlex.split(caught.value.fix)
+        compile(code, "the fix", "exec")
+        assert named == str(tmp_path)
         (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
         with pytest.raises(UnsupportedModel, match="LoRA adapter"):
             open_checkpoint(files(tmp_path))
+
+    def test_an_adapter_beside_a_model_is_told(self, folder, caplog):
+        open_checkpoint(files(folder))
+        assert not caplog.records
+        save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
+        assert set(open_checkpoint(files(folder)).tensors) == set(TENSORS)
+        assert f"{folder / 'adapter_model.safetensors'} is not applied" in caplog.text
 
     def test_no_weights_at_all(self, tmp_path):
         (tmp_path / "config.json").write_text("{}")

@@ -8,7 +8,8 @@ succeed is refused here, with what would fit.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from tidemill.core.block_groups import pages_for
@@ -21,6 +22,7 @@ GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DTYPE_SPELLINGS = {"float": "float32", "half": "float16"}
 SCHEDULING_POLICIES = ("fcfs", "priority")
+_TYPES: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "bool": bool, "float": (int, float)}
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 DEFAULT_BLOCK_SIZE = 16
 MIN_BLOCKS = 2
@@ -28,6 +30,8 @@ MIN_BLOCKS = 2
 DEFAULT_CACHE_BYTES = 4 * GIB
 GATHERED_TOKENS = 32768
 """Most tokens of keys and values that attention copies together out of the cache, see `layers/attention.py`."""
+SCORES_BY_HAND = 2**21
+"""Most scores that attention holds at a time where it computes them itself, see `ops/reference.py`."""
 RUNTIME_BYTES = 400 * 2**20
 """What Python, torch and its thread pools hold before any model: measured 300 to 400 MB."""
 
@@ -69,6 +73,20 @@ class EngineArgs:
     seed: int = 0
     threads: int | None = None
     device: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Python callers can pass anything, and 'no' must not mean yes."""
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            words = str(field_.type).split(" | ")
+            if not (value is None and "None" in words) and not isinstance(value, _TYPES[words[0]]):
+                raise ConfigError(
+                    f"{field_.name} is {value!r:.80}, expected {field_.type}",
+                    param=field_.name,
+                    fix=f"{field_.name}={field_.default!r}",
+                )
+            if isinstance(value, bool) and words[0] != "bool":
+                raise ConfigError(f"{field_.name} is {value!r}, expected {field_.type}", param=field_.name)
 
 
 @dataclass(frozen=True)
@@ -157,14 +175,17 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     chunked = True if args.enable_chunked_prefill is None else args.enable_chunked_prefill
     batched = _batched_tokens(args, chunked, wanted_len, max_num_seqs, why)
     weight_bytes = facts.num_parameters * DTYPE_BYTES[dtype]
-    # A context nobody asked for is shortened when it does not fit, so it must not count in full here.
-    planned_len = wanted_len if args.max_model_len is not None else min(wanted_len, GATHERED_TOKENS)
-    activation_bytes = activations(shape, batched, max_num_seqs, planned_len, DTYPE_BYTES[dtype])
-    room = _room(args, hardware, weight_bytes + activation_bytes)
     windows, per_block = shape.layout.windows, shape.layout.numbers_per_token * DTYPE_BYTES[dtype] * block_size
     cache = _Cache(per_block, block_size, windows, batched)
-    num_blocks = _num_blocks(args, room, cache, wanted_len, max_num_seqs, why)
-    max_model_len = _fitting_length(args, wanted_len, num_blocks, room, cache, why)
+
+    def fit(planned: int, wanted: int) -> tuple[int, int, int]:
+        """Activations for steps over `planned` tokens of context, blocks beside them, and the context these hold."""
+        activation_bytes = activations(shape, batched, max_num_seqs, planned, DTYPE_BYTES[dtype])
+        room = _room(args, hardware, weight_bytes + activation_bytes)
+        num_blocks = _num_blocks(args, room, cache, wanted, max_num_seqs, why)
+        return activation_bytes, num_blocks, _fitting_length(args, wanted, num_blocks, room, cache, why)
+
+    activation_bytes, num_blocks, max_model_len = _longest_fit(args, fit, wanted_len, why)
     return EngineConfig(
         model_path=facts.path,
         model_kind=facts.kind,
@@ -196,15 +217,34 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     )
 
 
+def _longest_fit(
+    args: EngineArgs, fit: Callable[[int, int], tuple[int, int, int]], wanted: int, why: dict[str, str]
+) -> tuple[int, int, int]:
+    """A longer context needs larger masks and tables beside the cache. One that nobody asked for is tried at a moderate
+    length first, so that it is shortened rather than refused."""
+    if args.max_model_len is not None:
+        return fit(wanted, wanted)
+    moderate = min(wanted, GATHERED_TOKENS)
+    found = fit(moderate, wanted)
+    if found[2] <= moderate:
+        return found
+    try:
+        return fit(found[2], wanted)
+    except OutOfMemory:
+        why["max_model_len"] = f"the masks and tables of longer contexts do not fit (the model allows {wanted})"
+        return fit(moderate, moderate)
+
+
 def activations(shape: ModelShape, tokens: int, rows: int, length: int, element_size: int) -> int:
-    """Peak of a step beside weights and cache: the widest layer's tensors for every token, the rows' logits, and what
-    attention gathers: one group's keys and values, and a chunk's mask over the whole context."""
+    """Peak of a step beside weights and cache: the widest layer's tensors for every token, the rows' logits, what
+    attention gathers (one group's keys and values, and a chunk's mask over the whole context), and rotary tables."""
     layer = element_size * tokens * (3 * shape.hidden_size + shape.widest_layer)
     logits = 4 * 4 * min(rows, tokens) * shape.vocab_size
     gathered = max(length, min(GATHERED_TOKENS, rows * length))
     keys_values = element_size * gathered * max(cache.kv_heads * 2 * cache.key_dim for cache in shape.caches)
     masks = (element_size + 1) * tokens * length * len(set(shape.layout.windows))
-    return layer + logits + keys_values + masks
+    scores = 3 * 4 * SCORES_BY_HAND if shape.scores_by_hand else 0
+    return layer + logits + keys_values + masks + scores + 4 * shape.rope_width * length
 
 
 def _device(args: EngineArgs, why: dict[str, str]) -> str:

@@ -18,11 +18,12 @@ from tidemill.engine.admission import admit
 from tidemill.engine.build import build_core
 from tidemill.engine.messages import Delta, GenerateRequest, SequenceOutput
 from tidemill.engine.output import Choice
-from tidemill.engine.prepare import prepare
+from tidemill.engine.prepare import Prepared, prepare
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.progress import ProgressReporter
-from tidemill.text.chat import ChatTemplate, refuse_media
+from tidemill.text.chat import ChatTemplate
 from tidemill.text.chat_files import given_template
+from tidemill.text.chat_input import as_sequence, check_keywords, check_messages, check_objects, split_conversations
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +72,16 @@ class LLM:
             raise InvalidRequest("max_waiting bounds a server's queue; LLM takes any number of prompts at once")
         with ProgressReporter() as progress:
             prepared = prepare(args, progress)
+            self._accept(prepared)
             for note in prepared.notes:
                 logger.warning("%s: %s %s, %s", model, note.name, note.value, note.reason)
             self._core = build_core(prepared.config, progress)
         self.config, self.tokenizer, self.chat_template = prepared.config, prepared.tokenizer, prepared.chat_template
         self.default_sampling = prepared.default_sampling
         self._ids = itertools.count()
+
+    def _accept(self, prepared: Prepared) -> None:
+        """Called before the weights are loaded, for whoever needs more of a model than that it runs."""
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**self.default_sampling)
@@ -119,18 +124,23 @@ class LLM:
         prompt, and a call the model makes is part of its text. `chat_template` is a file, the text of one, or the name
         of one of the model's. What a template does not read is refused.
         """
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise InvalidRequest(
+                f"chat_template is a file, a text or a name, got {type(chat_template).__name__}", param="chat_template"
+            )
         template = self._template(chat_template)
         if chat_template_content_format not in ("auto", "string", "openai"):
             raise InvalidRequest(
                 f"chat_template_content_format is {chat_template_content_format!r}, it must be auto, string or openai",
                 param="chat_template_content_format",
             )
-        schemas = None if tools is None else [_tool_schema(tool) for tool in tools]
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if one else messages
+        schemas = None if tools is None else [_tool_schema(tool) for tool in as_sequence(tools, "tools")]
+        check_objects(schemas, "tools")
+        check_objects(documents, "documents")
+        check_keywords(chat_template_kwargs)
         prompts: list[tuple[str | None, list[int]]] = []
-        for conversation in conversations:
-            refuse_media(conversation)
+        for conversation in split_conversations(messages):
+            check_messages(conversation)
             template.refuse_unread(conversation, tools=schemas, documents=documents, kwargs=chat_template_kwargs)
             opens_turn = not continue_final_message if add_generation_prompt is None else add_generation_prompt
             text = template.render(

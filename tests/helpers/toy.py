@@ -45,6 +45,10 @@ class Written:
     prefix: int
 
 
+WIPED = Written(-1, 0, 0)
+"""What a poisoned slice leaves behind."""
+
+
 @dataclass
 class Page:
     slots: list[Written | None]
@@ -125,6 +129,9 @@ class ToyRunner:
         row.poisoned |= POISON in row.tokens[piece.start : end]
         if row.poisoned:
             self._wipe(piece)
+            if piece.samples:
+                # A step that is in flight already reads something where the token would be.
+                row.tokens.append(0)
             return SliceResult(problem=SliceProblem("the toy was poisoned"))
         views = []
         for group, window in enumerate(self.windows):
@@ -143,6 +150,9 @@ class ToyRunner:
         page = self.pages[row.tables[group][block]]
         assert page.generation == row.generations[group][block], "a page is read that was handed to somebody else"
         held = page.slots[offset]
+        if held is WIPED:
+            # As the real cache does: zeros, from which something wrong is computed.
+            return 0
         assert held is not None, "a block is read that nobody wrote"
         assert held == Written(group, row.tokens[position], row.prefix(position)), "a block holds something else"
         return held.token
@@ -151,7 +161,7 @@ class ToyRunner:
         for table in self.rows[piece.row].tables:
             for position in range(piece.start, piece.start + piece.count):
                 block, offset = divmod(position, self.block_size)
-                self.pages[table[block]].slots[offset] = None
+                self.pages[table[block]].slots[offset] = WIPED
 
 
 def toy_core(

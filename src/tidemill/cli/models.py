@@ -70,7 +70,11 @@ def support(models: tuple[str, ...], revision: str | None, trust_remote_code: bo
 
     from tidemill.engine.support import support as look
 
-    rows = [look(model, revision=revision, trust_remote_code=trust_remote_code) for model in models]
+    with ProgressReporter() as progress:
+        rows = [
+            look(model, revision=revision, trust_remote_code=trust_remote_code, on_progress=progress)
+            for model in models
+        ]
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows], indent=2))
     for row in () if as_json else rows:

@@ -6,12 +6,16 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 from click.core import ParameterSource
 
 from tidemill.errors import ConfigError, TidemillError
+
+if TYPE_CHECKING:
+    from tidemill.engine.prepare import Prepared
+    from tidemill.text.chat import ChatTemplate
 
 Messages = list[dict[str, str]]
 
@@ -29,15 +33,13 @@ class LocalTalker:
     def __init__(self, model: str, engine: dict[str, Any], *, chats: bool) -> None:
         from tidemill.llm import LLM
 
+        class TalkingLLM(LLM):
+            def _accept(self, prepared: Prepared) -> None:
+                if chats:
+                    _refuse_without_template(model, prepared.chat_template)
+
         self.name = model
-        self._llm = LLM(model, **{"max_num_seqs": 1, **{k: v for k, v in engine.items() if v is not None}})
-        if chats and self._llm.chat_template is None:
-            raise ConfigError(
-                f"{model} has no chat template",
-                param="chat_template",
-                cause="it was not trained to chat, or its files lack the template",
-                fix="use tidemill complete, or give --chat-template",
-            )
+        self._llm = TalkingLLM(model, **{"max_num_seqs": 1, **{k: v for k, v in engine.items() if v is not None}})
 
     def chat(self, messages: Messages, sampling: dict[str, Any]) -> Iterator[str]:
         template = self._llm.chat_template
@@ -54,6 +56,16 @@ class LocalTalker:
         params = SamplingParams(**{"max_tokens": None, **self._llm.default_sampling, **given})
         for delta in self._llm.stream(prompt_ids, params):
             yield delta.text
+
+
+def _refuse_without_template(model: str, template: ChatTemplate | None) -> None:
+    if template is None:
+        raise ConfigError(
+            f"{model} has no chat template",
+            param="chat_template",
+            cause="it was not trained to chat, or its files lack the template",
+            fix="use tidemill complete, or give --chat-template",
+        )
 
 
 class RemoteTalker:

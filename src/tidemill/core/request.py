@@ -56,6 +56,8 @@ class Request:
     """Leading blocks that the pool has been told of, in every group that held them."""
     finish: str | None = None
     stop_reason: int | str | None = None
+    life: int = 0
+    """Grows when what is in flight for it has become worthless."""
     num_rows_left: int = 0
     """How often it was preempted or turned."""
 

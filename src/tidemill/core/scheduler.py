@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tidemill.core.block_groups import pages_for
@@ -53,6 +53,20 @@ class Progress:
     result: SliceResult
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched, with the request of each slice and the life it was launched in."""
+
+    step: Step
+    members: list[Request]
+    lives: list[int]
+
+    def entries(self) -> Iterator[tuple[Slice, Request, bool]]:
+        """Each slice, its request, and whether its result counts by the time it is looked at."""
+        for piece, request, life in zip(self.step.slices, self.members, self.lives, strict=True):
+            yield piece, request, request.finish is None and request.life == life
+
+
 class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         if config.num_blocks < config.pages_for_one:
@@ -70,7 +84,7 @@ class Scheduler:
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._free_rows = list(range(config.max_num_seqs))[::-1]
-        self._in_flight: deque[tuple[Step, list[Request]]] = deque()
+        self._in_flight: deque[_Flight] = deque()
         self._arrivals = self._steps = 0
 
     @property
@@ -149,17 +163,18 @@ class Scheduler:
             return None
         step = Step(self._steps, new_rows, slices)
         self._steps += 1
-        self._in_flight.append((step, members))
+        self._in_flight.append(_Flight(step, members, [request.life for request in members]))
         return step
 
     def update(self, result: StepResult) -> list[Progress]:
         """Take the result of the oldest step in flight; finished requests give back all they hold."""
-        step, members = self._in_flight.popleft()
+        flight = self._in_flight.popleft()
+        self._restart_readers_of_problems(flight, result)
         progress = []
-        for piece, request, outcome in zip(step.slices, members, result.slices, strict=True):
+        for (piece, request, valid), outcome in zip(flight.entries(), result.slices, strict=True):
             if piece.samples:
                 request.num_pending -= 1
-            if request.finish is not None:
+            if not valid:
                 continue
             if outcome.problem is not None:
                 request.finish = "error"
@@ -173,9 +188,25 @@ class Scheduler:
 
     def fail_step(self) -> list[Request]:
         """The oldest step in flight did not run. Its requests end; cached blocks are no longer trusted."""
-        _, members = self._in_flight.popleft()
+        flight = self._in_flight.popleft()
         self.tables.forget_all(self.running)
-        return self.abort([request.id for request in members], finish="error")
+        return self.abort([request.id for request in flight.members], finish="error")
+
+    def _restart_readers_of_problems(self, flight: _Flight, result: StepResult) -> None:
+        """A request may share blocks that another one of the same step fills. If that other one fails, what was
+        computed from its blocks is worthless: who shares them is computed anew, and what is in flight for him is void.
+        Who fills blocks stands before those who read them, so a reader is restarted before his own result is seen."""
+        for (piece, failed, valid), outcome in zip(flight.entries(), result.slices, strict=True):
+            if not valid or outcome.problem is None:
+                continue
+            first = piece.start // self.config.block_size
+            spoiled = failed.block_hashes[first : first + 1]
+            for request in list(self.requests.values()) if spoiled else ():
+                if request is not failed and request.block_hashes[first : first + 1] == spoiled:
+                    self.tables.forget(request)
+                    request.life += 1
+                    if request.row >= 0:
+                        self._give_up_row(request)
 
     def _at_limit(self, request: Request) -> bool:
         """All the tokens it may have are in flight already: one more step would compute a token nobody asked for."""

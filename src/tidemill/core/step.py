@@ -73,6 +73,7 @@ class SliceProblem:
 
     message: str
     by_request: bool = False
+    fix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

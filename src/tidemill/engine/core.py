@@ -134,7 +134,7 @@ class EngineCore:
         problem = None
         if result.problem is not None:
             kind = InvalidRequest if result.problem.by_request else TidemillError
-            problem = kind(result.problem.message).as_dict()
+            problem = kind(result.problem.message, fix=result.problem.fix).as_dict()
         output = SequenceOutput(
             id=request.id,
             token_ids=[] if result.token is None else [result.token],

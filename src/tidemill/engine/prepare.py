@@ -12,7 +12,8 @@ from math import prod
 from typing import Any
 
 from tidemill.config import EngineArgs, EngineConfig, ModelFacts, resolve
-from tidemill.errors import UnsupportedModel
+from tidemill.core.params import SamplingParams
+from tidemill.errors import BadCheckpoint, InvalidRequest
 from tidemill.hardware import Hardware, detect
 from tidemill.models.choice import choose
 from tidemill.models.names import stored_names, with_stored_head
@@ -23,11 +24,9 @@ from tidemill.text.tokenizer import Tokenizer, load_tokenizer
 from tidemill.text.vocabulary import check_vocabulary
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.location import locate
+from tidemill.weights.quantised import refuse_quantised
 from tidemill.weights.renamed import RenamedCheckpoint
 
-PACKED_DTYPES = frozenset(("I8", "U8", "I16", "U16", "I32", "U32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"))
-CAUSAL_MASKS = ("attn.bias", "attention.bias")
-"""Old checkpoints store them beside the weights, as bytes."""
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -53,8 +52,8 @@ class Prepared:
 def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | None = None) -> Prepared:
     files = locate(args.model, revision=args.revision, on_progress=on_progress)
     checkpoint = open_checkpoint(files)
-    _refuse_quantised(checkpoint)
-    choice = choose(checkpoint.config, files.path, files.kind, args.model_impl, args.trust_remote_code)
+    refuse_quantised(checkpoint)
+    choice = choose(checkpoint.config, files.path, files.kind, args.model_impl, args.trust_remote_code, on_progress)
     spec = choice.spec
     if spec is not None:
         if (names := stored_names(spec, checkpoint.tensors)) is not None:
@@ -85,9 +84,9 @@ def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | Non
         notes.append(Note("vocabulary", f"{tokenizer.vocab_size:,} tokens", vocabulary))
     if choice.notable:
         notes.append(Note("runs", choice.impl, choice.why))
-    if config.trust_remote_code:
+    if config.trust_remote_code and config.model_impl == "transformers" and checkpoint.config.get("auto_map"):
         notes.append(Note("code", "the model's own runs", _code_advice(args)))
-    defaults = _sampling_defaults(checkpoint.generation_config)
+    defaults = _sampling_defaults(checkpoint)
     return Prepared(config, tokenizer, template, defaults, hardware, tuple(notes))
 
 
@@ -95,22 +94,6 @@ def _code_advice(args: EngineArgs) -> str:
     if args.revision is not None:
         return f"--trust-remote-code as asked for, at revision {args.revision}"
     return "--trust-remote-code as asked for; pin what you have read with --revision COMMIT"
-
-
-def _refuse_quantised(checkpoint: Checkpoint) -> None:
-    """Packed weights whose scales would be ignored load as noise, so they are refused by what they are."""
-    if checkpoint.files.kind != "folder":
-        return
-    tensors = [info for name, info in checkpoint.tensors.items() if not name.endswith(CAUSAL_MASKS)]
-    found = [f"{info.name} is {info.dtype}" for info in tensors if info.dtype in PACKED_DTYPES]
-    if method := (checkpoint.config.get("quantization_config") or {}).get("quant_method"):
-        found.insert(0, f"its quantization_config says {method}")
-    if found:
-        raise UnsupportedModel(
-            f"{checkpoint.files.origin} holds quantised weights, which this version reads from GGUF files only",
-            cause=found[0],
-            fix="serve the unquantised checkpoint, or a .gguf of the model",
-        )
 
 
 def _num_parameters(checkpoint: Checkpoint, spec: DecoderSpec | None) -> int:
@@ -128,10 +111,20 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
     return sizes.most_common(1)[0][0]
 
 
-def _sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: generation_config[key] for key in SAMPLING_DEFAULTS if generation_config.get(key) is not None}
-    if generation_config.get("max_new_tokens") is not None:
-        found["max_tokens"] = generation_config["max_new_tokens"]
-    if generation_config.get("do_sample") is False:
+def _sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the model's author recommends, checked here: a client must not be told of a mistake in a file."""
+    recommended = checkpoint.generation_config
+    found = {key: recommended[key] for key in SAMPLING_DEFAULTS if recommended.get(key) is not None}
+    if recommended.get("max_new_tokens") is not None:
+        found["max_tokens"] = recommended["max_new_tokens"]
+    if recommended.get("do_sample") is False:
         found.pop("temperature", None)
+    try:
+        SamplingParams(**found)
+    except InvalidRequest as problem:
+        raise BadCheckpoint(
+            f"{checkpoint.files.origin}: generation_config.json cannot be followed",
+            cause=problem.message,
+            fix="correct it, or delete the file",
+        ) from problem
     return found

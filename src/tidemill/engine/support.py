@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from tidemill.weights.gguf_checkpoint import GgufCheckpoint
 from tidemill.weights.hub import fetch_without_weights
 from tidemill.weights.json_file import read_json
 from tidemill.weights.location import ModelFiles, is_hub_id, locate
+from tidemill.weights.quantised import refuse_quantised_config
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,35 @@ class Support:
     cache_note: str = ""
 
 
-def support(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Support:
-    files = _config_files(model, revision)
-    raw = _config(files)
-    architecture = architectures_of(raw)[0]
+def support(
+    model: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Support:
+    """Never raises for what is wrong with one model: the reason is the answer."""
     try:
-        choice = choose(raw, files.path, files.kind, trust_remote_code=trust_remote_code)
+        return _look(model, revision, trust_remote_code, on_progress)
     except TidemillError as problem:
-        return Support(model, architecture, "no", problem.cause or problem.message, problem.fix or "")
+        reason = f"{problem.message}: {problem.cause}" if problem.cause else problem.message
+        return Support(model, "", "no", reason, problem.fix or "")
+
+
+def _look(
+    model: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    on_progress: Callable[[str, int, int], None] | None,
+) -> Support:
+    files = _config_files(model, revision, on_progress)
+    raw = _config(files)
+    refuse_quantised_config(raw, model)
+    choice = choose(raw, files.path, files.kind, trust_remote_code=trust_remote_code, on_progress=on_progress)
     shape, layout = choice.shape, choice.shape.layout
     return Support(
         model=model,
-        architecture=architecture,
+        architecture=architectures_of(raw)[0],
         runs=choice.impl,
         note=_family_note(raw) if choice.impl == "native" else choice.why,
         context=shape.max_position,
@@ -69,11 +87,11 @@ def _cache_note(windows: list[int | None], compressed: bool) -> str:
     return "every layer keeps every token"
 
 
-def _config_files(model: str, revision: str | None) -> ModelFiles:
-    """The files that hold the config; of a hub model, everything but its weights."""
+def _config_files(model: str, revision: str | None, on_progress: Callable[[str, int, int], None] | None) -> ModelFiles:
+    """The files that hold the config; of a hub model, everything but its weights. An alias is one file with both."""
     if is_hub_id(model) and ":" not in model and not Path(model).exists():
         return fetch_without_weights(model, revision)
-    return locate(model, revision=revision)
+    return locate(model, revision=revision, on_progress=on_progress)
 
 
 def _config(files: ModelFiles) -> dict[str, Any]:

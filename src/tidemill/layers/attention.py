@@ -115,18 +115,19 @@ class PagedAttention:
             else:
                 values = reference.gather_blocks(v_cache, part.blocks, part.sequences)[:, :, : part.length]
             queries = q[part.first : part.last]
-            if part.sequences == part.last - part.first:
+            if part.sequences < part.last - part.first:
+                found = reference.attend(
+                    queries.transpose(0, 1)[None], keys, values, part.mask, scale, soft_cap, self.slopes
+                )[0].transpose(0, 1)
+            elif soft_cap is None and self.slopes is None:
                 # One query each: the query heads that share a kv head stand as positions, so nothing is repeated.
-                kv_heads = keys.shape[1]
-                grouped = queries.view(part.sequences, kv_heads, heads // kv_heads, -1)
-                mask = part.mask
-                if mask is not None:
-                    mask = mask.expand(part.sequences, heads, 1, -1).reshape(*grouped.shape[:3], -1)
-                found = reference.attend(grouped, keys, values, mask, scale, soft_cap)
-                out[part.first : part.last] = found.reshape(part.sequences, heads, -1)[..., : out.shape[-1]]
+                grouped = queries.view(part.sequences, keys.shape[1], heads // keys.shape[1], -1)
+                mask = None if part.mask is None else part.mask.expand(*grouped.shape[:3], -1)
+                found = reference.attend(grouped, keys, values, mask, scale).reshape(part.sequences, heads, -1)
             else:
-                found = reference.attend(queries.transpose(0, 1)[None], keys, values, part.mask, scale, soft_cap)
-                out[part.first : part.last] = found[0].transpose(0, 1)[..., : out.shape[-1]]
+                found = reference.attend(queries[:, :, None], keys, values, part.mask, scale, soft_cap, self.slopes)
+                found = found[:, :, 0]
+            out[part.first : part.last] = found[..., : out.shape[-1]]
         return out
 
     def _plan_decode(
@@ -153,7 +154,7 @@ class PagedAttention:
             visible = positions < ends
             if window is not None:
                 visible &= positions >= ends - window
-            masks[window, first] = self._additive(visible[:, None, None, :], positions[:, None, None, :])
+            masks[window, first] = self._additive(visible[:, None, None, :])
         blocks = torch.from_numpy(chosen.reshape(-1).astype(np.int64)).to(self.device)
         return _Part(first, last, last - first, blocks, width * self.block_size, masks[window, first])
 
@@ -172,13 +173,13 @@ class PagedAttention:
         blocks = torch.from_numpy(table[index, begin : -(-length // self.block_size)].astype(np.int64)).to(self.device)
         if (window, start) not in masks:
             mask = None
-            if queries != length or (window is not None and window < length) or self.slopes is not None:
+            if queries != length or (window is not None and window < length):
                 keys = torch.arange(begin_token, length)[None, :]
                 positions = torch.arange(length - queries, length)[:, None]
                 visible = keys <= positions
                 if window is not None:
                     visible &= keys > positions - window
-                mask = self._additive(visible[None, None], keys[None, None])
+                mask = self._additive(visible[None, None])
             masks[window, start] = mask
         return _Part(start, start + queries, 1, blocks, length - begin_token, masks[window, start])
 
@@ -188,14 +189,10 @@ class PagedAttention:
             return np.zeros_like(positions)
         return np.maximum(positions - window + 1, 0) // self.block_size
 
-    def _additive(self, visible: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """0 where a key is seen, -inf elsewhere; with alibi, what the score falls by. `keys` are positions; a constant
-        per query changes nothing, so they count from the last one."""
+    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
+        """0 where a key is seen, -inf elsewhere."""
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        if self.slopes is not None:
-            distance = (keys - keys.amax(dim=-1, keepdim=True)).to(self.device)
-            mask = (self.slopes[None, :, None, None] * distance).to(self.dtype)
-        return mask.masked_fill(~visible.to(self.device), float("-inf"))
+        return mask.masked_fill_(~visible.to(self.device), float("-inf"))
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:

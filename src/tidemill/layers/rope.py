@@ -54,8 +54,14 @@ class Rope:
         return Angles(positions, cos, sin)
 
     def _cos_sin(self, frequencies: torch.Tensor, max_len: int) -> torch.Tensor:
-        angles = torch.arange(max_len, device=self.device, dtype=torch.float32)[:, None] * frequencies[None, :]
-        return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scale
+        # In place: a context of a million tokens has tables of half a gigabyte.
+        table = torch.empty(max_len, 2 * len(frequencies), device=self.device)
+        positions = torch.arange(max_len, device=self.device, dtype=torch.float32)
+        cos, sin = table.chunk(2, dim=-1)
+        torch.mul(positions[:, None], frequencies[None, :], out=sin)
+        torch.cos(sin, out=cos)
+        sin.sin_()
+        return table.mul_(self.scale)
 
     def _dynamic(self, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         config, dim = self.config, self.config.dim

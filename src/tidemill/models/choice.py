@@ -5,7 +5,7 @@ Torch-free: what only transformers can tell is asked in a child process (`fallba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,12 @@ class Choice:
 
 
 def choose(
-    raw: Mapping[str, Any], path: Path, kind: str, impl: str = "auto", trust_remote_code: bool = False
+    raw: Mapping[str, Any],
+    path: Path,
+    kind: str,
+    impl: str = "auto",
+    trust_remote_code: bool = False,
+    on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Choice:
     if impl not in MODEL_IMPLS:
         raise ConfigError(
@@ -57,7 +62,11 @@ def choose(
         )
     from tidemill.models.fallback_probe import probe
 
+    if on_progress is not None:
+        on_progress("asking transformers about the model", 0, 1)
     shape = probe(path, trust_remote_code)
+    if on_progress is not None:
+        on_progress("asking transformers about the model", 1, 1)
     asked = "asked for" if impl == "transformers" else f"{architecture} is not native: it runs on the fallback"
     why = f"{asked}, through transformers' own code, slower than a native model"
     return Choice("transformers", why, shape, None, notable=True)

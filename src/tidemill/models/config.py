@@ -12,8 +12,21 @@ from typing import Any
 from tidemill.errors import BadCheckpoint, UnsupportedModel
 from tidemill.layers.rope_config import ROPE_PARAMETERS, RopeConfig
 
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu")
+ACTIVATIONS = (
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_python",
+    "gelu_pytorch_tanh",
+    "gelu_new",
+    "gelu_fast",
+    "quick_gelu",
+    "relu",
+    "relu2",
+)
 DEFAULT_MAX_POSITION = 2048
+MOST_LAYERS = 10_000
+LARGEST_SIZE = 2**40
 
 
 class RawConfig:
@@ -65,6 +78,12 @@ class RawConfig:
             raise bad_config(f"{key} is {value!r}, expected a number")
         return float(value)
 
+    def mapping(self, key: str) -> dict[str, Any]:
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise bad_config(f"{key} is {value!r:.80}, expected an object")
+        return dict(value)
+
     def flag(self, key: str, default: bool = False) -> bool:
         return bool(self.get(key, default))
 
@@ -72,7 +91,12 @@ class RawConfig:
         key = next((key for key in keys if self.raw.get(key) is not None), keys[0])
         value = self.get(key, default)
         if value not in ACTIVATIONS:
-            raise bad_config(f"{key} {value!r} is not known; known are {', '.join(ACTIVATIONS)}")
+            raise UnsupportedModel(
+                f"config.json: {key} {value!r} is not known",
+                param=key,
+                cause=f"known are {', '.join(ACTIVATIONS)}",
+                fix="--model-impl transformers",
+            )
         return str(value)
 
     def max_position(self, *keys: str) -> int:
@@ -87,6 +111,8 @@ class RawConfig:
     def layer_kinds(self, count: int) -> list[str] | None:
         """`layer_types`, where the config has them."""
         kinds = self.get("layer_types")
+        if kinds is not None and not isinstance(kinds, list):
+            raise bad_config(f"layer_types is {kinds!r:.80}, expected a list")
         if kinds is not None and len(kinds) != count:
             raise bad_config(f"layer_types has {len(kinds)} entries for {count} layers")
         return kinds
@@ -116,7 +142,7 @@ class RawConfig:
         family's default for the part of a head that turns."""
         length = max_position or self.max_position()
         if parameters is None:
-            parameters = self.get("rope_parameters") or self.get("rope_scaling") or {}
+            parameters = self.mapping("rope_parameters") or self.mapping("rope_scaling")
         return read_rope(self.raw, dict(parameters), head_dim, length, fraction)
 
 
@@ -142,7 +168,11 @@ def _check_rope(rope: RopeConfig) -> None:
     """What would otherwise fail in the middle of loading."""
     required = ROPE_PARAMETERS.get(rope.kind)
     if required is None:
-        raise bad_config(f"rope type {rope.kind!r} is not known; known are {', '.join(ROPE_PARAMETERS)}")
+        raise UnsupportedModel(
+            f"config.json: rope type {rope.kind!r} is not known",
+            cause=f"known are {', '.join(ROPE_PARAMETERS)}",
+            fix="--model-impl transformers",
+        )
     if missing := [name for name in required if rope.parameters.get(name) is None]:
         raise bad_config(f"rope type {rope.kind} needs {', '.join(missing)}")
     if rope.dim < 2 or rope.dim % 2:
@@ -159,5 +189,8 @@ def bad_config(message: str) -> BadCheckpoint:
 
 def _positive(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise bad_config(f"{key} is {value!r}, expected a positive integer")
+        raise bad_config(f"{key} is {value!r:.80}, expected a positive integer")
+    most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
+    if value > most:
+        raise bad_config(f"{key} is {value!r:.80}, which no model has: at most {most:,}")
     return value

@@ -115,10 +115,10 @@ def _windows(raw: RawConfig, first: bool) -> list[int | None]:
 
 def _two_ropes(raw: RawConfig, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """(global, local). Older configs give two bases, and a scaling that is for the global layers only."""
-    given, length = raw.get("rope_parameters", {}), raw.max_position()
+    given, length = raw.mapping("rope_parameters"), raw.max_position()
     if given and not given.keys() & {"full_attention", "sliding_attention"}:
         raise bad_config("rope_parameters names neither full_attention nor sliding_attention")
-    everywhere = {"rope_theta": raw.number("rope_theta", 1e6), **raw.get("rope_scaling", {})}
+    everywhere = {"rope_theta": raw.number("rope_theta", 1e6), **raw.mapping("rope_scaling")}
     everywhere |= given.get("full_attention") or {}
     nearby = {"rope_theta": raw.number("rope_local_base_freq", 1e4), **(given.get("sliding_attention") or {})}
     if everywhere.get("rope_type") == "linear":

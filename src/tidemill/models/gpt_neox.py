@@ -61,7 +61,7 @@ def describe(raw: RawConfig) -> DecoderSpec:
 
 def _rope(raw: RawConfig, head_dim: int) -> RopeConfig:
     """Old configs name the base and the rotated part of a head in words of their own."""
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    parameters = raw.mapping("rope_parameters") or raw.mapping("rope_scaling")
     parameters.setdefault("partial_rotary_factor", raw.number("rotary_pct", ROTATED_PART))
     parameters.setdefault("rope_theta", raw.number("rotary_emb_base", raw.number("rope_theta", 10000.0)))
     return raw.rope(head_dim, parameters)

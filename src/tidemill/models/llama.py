@@ -61,17 +61,19 @@ _ASSUMED: Mapping[str, Mapping[str, Any]] = {
 def describe(raw: RawConfig) -> DecoderSpec:
     raw = raw.assuming(**_ASSUMED.get(raw.architecture, {}))
     qwen2, qwen3 = raw.architecture.startswith("Qwen2"), raw.architecture.startswith("Qwen3")
+    mistral = "istral" in raw.architecture
     norm = NormSpec(raw.number("rms_norm_eps", 1e-6))
     heads = raw.size("num_attention_heads")
     head_dim = raw.size("head_dim", default=raw.size("hidden_size") // heads)
     rope = raw.rope(head_dim)
-    attention_bias = raw.flag("attention_bias", qwen2)
+    # Qwen2's biases and Mistral's lack of them are part of the architecture, whatever a config says.
+    attention_bias = qwen2 or (raw.flag("attention_bias") and not mistral)
     mlp = MlpSpec(
         inner=raw.size("intermediate_size"),
         activation=raw.activation("hidden_act"),
         up=GATE_UP,
         down=DOWN,
-        bias=raw.flag("mlp_bias"),
+        bias=raw.flag("mlp_bias") and not (qwen2 or qwen3 or mistral),
     )
     head_norm = HeadNormSpec(norm, "self_attn.q_norm", "self_attn.k_norm") if qwen3 else None
 
@@ -104,13 +106,15 @@ def describe(raw: RawConfig) -> DecoderSpec:
 
 
 def _windows(raw: RawConfig) -> list[int | None]:
-    count, qwen = raw.size("num_hidden_layers"), raw.architecture.startswith("Qwen")
-    if not raw.get("sliding_window") or (qwen and not raw.flag("use_sliding_window")):
-        return [None] * count
-    if qwen:
+    count = raw.size("num_hidden_layers")
+    if raw.architecture.startswith("Qwen") and raw.get("sliding_window") and raw.flag("use_sliding_window"):
         first = raw.get("max_window_layers", 28)
         return raw.windows([layer >= first for layer in range(count)])
-    return raw.windows(["istral" in raw.architecture] * count)
+    if "istral" in raw.architecture and raw.get("sliding_window"):
+        return raw.windows([True] * count)
+    if "sliding_attention" in (raw.layer_kinds(count) or ()) and not raw.architecture.startswith("Qwen"):
+        raw.refuse("layer_types")
+    return [None] * count
 
 
 def _query_growth(rope: RopeConfig) -> tuple[float, int] | None:

@@ -28,6 +28,10 @@ def stored_names(spec: DecoderSpec, stored: Collection[str]) -> dict[str, str] |
     base = _common_prefix(spec)
     tail = embedding.removeprefix(base)
     homes = [name.removesuffix(tail) for name in stored if name == tail or name.endswith(f".{tail}")]
+    head = f"{spec.head}.weight"
+    if not homes and spec.tie_embeddings and head in stored:
+        # Of two tied tensors, either may be the one that is stored.
+        return {name: name for name in stored if name != head} | {embedding: head}
     if len(homes) != 1:
         return None
     heads = {name: name[name.rindex(spec.head) :] for name in stored if f".{spec.head}." in f".{name}"}

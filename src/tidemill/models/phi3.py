@@ -55,7 +55,7 @@ def _window(raw: RawConfig) -> int | None:
 
 
 def _rope(raw: RawConfig, head_dim: int) -> RopeConfig:
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    parameters = raw.mapping("rope_parameters") or raw.mapping("rope_scaling")
     kind = parameters.get("rope_type") or parameters.get("type")
     if kind == "yarn":
         # What the first Phi-3 models called longrope.

@@ -56,6 +56,38 @@ NATIVE: dict[str, Native] = {
 }
 """By the architecture's name in config.json."""
 
+MODEL_TYPES: dict[str, str] = {
+    "baichuan": "BaichuanForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neo": "GPTNeoForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+}
+"""config.json's model_type -> architecture, for configs that name none or another one."""
+
 TEXT_PARTS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
@@ -65,11 +97,20 @@ TEXT_PARTS: dict[str, dict[str, str]] = {
 
 def architectures_of(raw: Mapping[str, Any]) -> list[str]:
     names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise BadCheckpoint(
+            f"config.json: architectures is {names!r:.80}, expected a list of names",
+            fix='correct it, as in "architectures": ["LlamaForCausalLM"]',
+        )
+    known = MODEL_TYPES.get(str(raw.get("model_type")))
+    if known is not None and (not names or (names[0] in NATIVE and names[0].lower() != known.lower())):
+        # Where the two disagree, transformers follows the type, and so do the weights' other users.
+        return [known]
     if not names:
         raise BadCheckpoint(
             "config.json names no architecture", fix='add "architectures": ["LlamaForCausalLM"] or such'
         )
-    return [str(name) for name in names]
+    return names
 
 
 def native_text(raw: Mapping[str, Any]) -> RawConfig | None:
@@ -93,7 +134,15 @@ def describe(raw: Mapping[str, Any]) -> DecoderSpec:
             cause=f"native are {', '.join(NATIVE)}",
             fix="leave --model-impl out: other architectures run through transformers",
         )
-    spec = _family(text.architecture)(text)
+    try:
+        spec = _family(text.architecture)(text)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Values that no family expects: config.json is anybody's file.
+        raise BadCheckpoint(
+            f"config.json does not describe a {text.architecture}",
+            cause=f"{type(error).__name__}: {error}"[:300],
+            fix="fetch config.json of the model again",
+        ) from error
     # Of a model of text and images, the outer and the inner config may differ on this.
     return replace(spec, tied_unless_stored=text.architecture not in architectures_of(raw))
 

@@ -21,6 +21,10 @@ class ModelShape:
     widest_layer: int
     """Numbers per token that the widest half of a layer holds beside the residual."""
     caches: tuple[CacheShape, ...]
+    rope_width: int = 0
+    """float32 numbers per position in the tables of its rotary embeddings."""
+    scores_by_hand: bool = False
+    """Its attention caps or slants the scores, and holds some of them."""
 
     @cached_property
     def layout(self) -> CacheLayout:

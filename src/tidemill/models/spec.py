@@ -80,6 +80,11 @@ class DecoderSpec:
             longest_context=max(self.max_position, *stretched, 0),
             widest_layer=max(max(layer.attention.width, layer.mlp.width) for layer in self.layers),
             caches=tuple(layer.attention.cache for layer in self.layers),
+            rope_width=sum(rope.dim * (2 if rope.kind == "longrope" else 1) for rope in self.ropes),
+            scores_by_hand=any(
+                isinstance(layer.attention, AttentionSpec) and (layer.attention.soft_cap or layer.attention.alibi)
+                for layer in self.layers
+            ),
         )
 
     @property

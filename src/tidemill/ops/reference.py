@@ -11,12 +11,14 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+TILE_NUMBERS = 2**21
+"""Scores that are held at a time where attention is computed by hand."""
 ARM = platform.machine() in ("aarch64", "arm64")
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x Wᵀ + b. On ARM, OpenBLAS multiplies two or three rows faster one by one, and a dozen to a hundred up to 1.4 times
-    faster as W xᵀ; widths of whole pages make it slow at fewer rows already."""
+    """x Wᵀ + b. On ARM, OpenBLAS multiplies two or three rows faster one by one, and a dozen to a hundred up to 1.4
+    times faster as W xᵀ; widths of whole pages make it slow at fewer rows already."""
     if ARM and x.dtype == torch.float32 and x.device.type == "cpu" and 1 < x.shape[0] <= 128:
         if x.shape[0] < 4:
             return torch.cat([F.linear(row, weight, bias) for row in x.split(1)])
@@ -79,7 +81,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_python": F.gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -145,24 +150,39 @@ def attend(
     mask: torch.Tensor | None,
     scale: float,
     cap: float | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [batch, heads, queries, dim], k and v [batch, kv_heads, length, dim], additive mask broadcastable to
-    [batch, heads, queries, length]; without a mask the queries are the whole sequence and attention is causal."""
-    if cap is None:
+    [batch, 1, queries, length]; without a mask the queries are the whole sequence and attention is causal.
+
+    `cap` squeezes the scores before they are masked; with `slopes` [heads], a score falls with its key's distance."""
+    if cap is None and slopes is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-    batch, heads, queries, dim = q.shape
+    batch, heads, queries, _ = q.shape
     kv_heads, length = k.shape[1], k.shape[2]
-    grouped = q.reshape(batch, kv_heads, heads // kv_heads * queries, dim)
-    # One product per kv head reads the gathered keys and values where they lie; one over all would copy them.
-    scores = torch.stack([grouped[:, head] @ k[:, head].transpose(-1, -2) for head in range(kv_heads)], dim=1)
-    scores = soft_cap(scores.view(batch, heads, queries, length) * scale, cap)
-    if mask is None:
-        ahead = torch.ones(queries, length, dtype=torch.bool, device=q.device).triu(length - queries + 1)
-        scores = scores.masked_fill(ahead, float("-inf"))
-    else:
-        scores = scores + mask
-    weights = scores.float().softmax(dim=-1).to(q.dtype).view(batch, kv_heads, -1, length)
-    found = torch.stack([weights[:, head] @ v[:, head] for head in range(kv_heads)], dim=1)
-    return found.view(batch, heads, queries, -1)
+    group = heads // kv_heads
+    out = q.new_empty(batch, heads, queries, v.shape[-1])
+    tile = max(1, TILE_NUMBERS // (batch * group * length))
+    # Distances may count from the last key: softmax does not see what all keys of a query have in common.
+    distances = torch.arange(1.0 - length, 1.0, device=q.device)
+    for head in range(kv_heads):
+        # A product per kv head reads the gathered keys and values where they lie; one over all would copy them.
+        mine = slice(head * group, (head + 1) * group)
+        for first in range(0, queries, tile):
+            rows = slice(first, min(first + tile, queries))
+            some = q[:, mine, rows].reshape(batch, -1, q.shape[-1])
+            scores = (some @ k[:, head].transpose(-1, -2)).float().mul_(scale).view(batch, group, -1, length)
+            if cap is not None:
+                scores.div_(cap).tanh_().mul_(cap)
+            if slopes is not None:
+                scores += slopes[mine, None, None] * distances
+            if mask is not None:
+                scores += mask[:, :, rows if mask.shape[2] > 1 else slice(None)]
+            else:
+                ahead = torch.ones(rows.stop - first, length, dtype=torch.bool, device=q.device).triu_(first + 1)
+                scores.masked_fill_(ahead, float("-inf"))
+            found = scores.softmax(dim=-1).to(q.dtype).view(batch, -1, length) @ v[:, head]
+            out[:, mine, rows] = found.view(batch, group, -1, v.shape[-1])
+    return out

@@ -18,7 +18,7 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.names import stored_names, with_stored_head
 from tidemill.models.registry import describe
 from tidemill.runtime.kv_cache import KVCache
-from tidemill.runtime.loader import check_stored, load_weights
+from tidemill.runtime.loader import check_stored, load_weights, with_own_head
 from tidemill.runtime.rows import Rows
 from tidemill.runtime.runner import Runner
 from tidemill.weights.checkpoint import open_checkpoint
@@ -50,7 +50,8 @@ def _native(config: EngineConfig, place: Placement, on_progress: Progress | None
     spec = describe(checkpoint.config)
     if (names := stored_names(spec, checkpoint.tensors)) is not None:
         checkpoint = RenamedCheckpoint(checkpoint, names)
-    model = Decoder(with_stored_head(spec, checkpoint.tensors), config.max_model_len, place)
+    spec = with_own_head(with_stored_head(spec, checkpoint.tensors), checkpoint)
+    model = Decoder(spec, config.max_model_len, place)
     load_weights(model, checkpoint, on_progress, check=config.check_weights)
     return model
 

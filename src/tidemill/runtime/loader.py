@@ -6,17 +6,21 @@ Everything that can disagree is checked from the headers before the first byte i
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from tidemill.errors import BadCheckpoint
 from tidemill.layers.parameter import Parameter
+from tidemill.models.spec import DecoderSpec
 from tidemill.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
+LAYER = re.compile(r".*?\.\d+\.")
 NO_WEIGHTS = (
     "lm_head.weight",
     "embed_out.weight",
@@ -71,8 +75,28 @@ def _check(parameters: list[Parameter], checkpoint: Checkpoint) -> None:
             )
     unused = set(checkpoint.tensors) - {parameter.name for parameter in parameters}
     unused = {name for name in unused if not name.endswith(NO_WEIGHTS)}
+    layers = {found[0] for parameter in parameters if (found := LAYER.match(parameter.name))}
+    for name in sorted(unused):
+        if name.endswith((".weight", ".bias")) and (found := LAYER.match(name)) and found[0] in layers:
+            raise BadCheckpoint(
+                f"{checkpoint.tensors[name].file}: tensor {name} has no place in this model",
+                cause="its layer is there, but config.json announces no such part of it",
+                fix="config.json and the weights belong to different models: fetch both again",
+            )
     if unused:
         logger.warning("%d tensors of %s are not used, such as %s", len(unused), origin, sorted(unused)[0])
+
+
+def with_own_head(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
+    """A config may call the head tied although the checkpoint holds another one: then that one counts, as it does in
+    transformers."""
+    head, embedding = f"{spec.head}.weight", f"{spec.embedding}.weight"
+    if not spec.tie_embeddings or not {head, embedding} <= set(checkpoint.tensors):
+        return spec
+    if torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
+        return spec
+    logger.warning("%s holds a head of its own, which is used although config.json ties it", checkpoint.files.origin)
+    return replace(spec, tie_embeddings=False)
 
 
 def refuse_not_finite(parameter: Parameter, checkpoint: Checkpoint) -> None:

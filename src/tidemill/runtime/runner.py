@@ -20,7 +20,10 @@ from tidemill.runtime.sampler import Draw, logprobs_of, sample
 
 PROMPT_LOGPROB_ROWS = 128
 """Prompt positions scored at a time: bounds the memory of prompt_logprobs."""
-NOT_FINITE = SliceProblem("the model's numbers are not finite (an overflow, or NaN weights)")
+NOT_FINITE = SliceProblem(
+    "the model's numbers are not finite (an overflow, or NaN weights)",
+    fix="start with --check-weights to find a broken tensor, or with --dtype float32 against overflows",
+)
 NO_TOKEN_LEFT = SliceProblem(
     "allowed_token_ids, bad_words and min_tokens together leave no token to choose", by_request=True
 )

@@ -11,33 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.errors import InvalidRequest, TidemillError, UnsupportedParameter
 from tidemill.server.schemas_chat import ContentPart, Message, ToolCall
+from tidemill.text.chat_input import check_content
 
 if TYPE_CHECKING:
     from tidemill.engine.host import ServedModel
     from tidemill.text.chat import ChatTemplate
-
-# What a template writes around a message, and the time it takes, are about those of so many characters.
-CHARS_PER_MESSAGE = 32
-
-
-def count_chars(messages: Sequence[Message], *objects: Any) -> int:
-    """Roughly how much text there is, tools and documents included, to decide where to work on it."""
-    total = sum(map(_count, objects))
-    for message in messages:
-        content = message.content
-        total += CHARS_PER_MESSAGE + (len(content) if isinstance(content, str) else 0)
-        if isinstance(content, list):
-            total += sum(CHARS_PER_MESSAGE + len(part.text or "") for part in content)
-        total += sum(len(call.function.arguments) for call in message.tool_calls or ())
-    return total
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, dict):
-        return sum(len(key) + _count(entry) for key, entry in value.items())
-    if isinstance(value, list):
-        return sum(map(_count, value))
-    return len(value) if isinstance(value, str) else 1
 
 
 def render_chat(
@@ -59,10 +37,6 @@ def render_chat(
         )
     if not messages:
         raise InvalidRequest("messages must hold at least one message", param="messages")
-    if continue_final_message and add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
-        )
     kwargs = template_kwargs or {}
     turns = [_turn(message, f"messages[{i}]", template) for i, message in enumerate(messages)]
     template.refuse_unread(turns, tools=tools, documents=documents, kwargs=kwargs)
@@ -101,9 +75,8 @@ def _turn(message: Message, path: str, template: ChatTemplate) -> dict[str, Any]
 def _content(message: Message, path: str) -> str | list[dict[str, Any]]:
     content = message.content
     if content is None:
-        if message.role == "assistant" and message.tool_calls:
-            return ""
-        raise InvalidRequest(f"{path}.content is required", param=f"{path}.content")
+        check_content(content, message.role == "assistant" and bool(message.tool_calls), path)
+        return ""
     if isinstance(content, str):
         return content
     return [_text_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]

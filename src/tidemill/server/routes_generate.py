@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from tidemill.errors import ContextTooLong
 from tidemill.server import chat_answers, completion_answers
 from tidemill.server.body import parse, read_body
-from tidemill.server.conversation import count_chars, render_chat
+from tidemill.server.conversation import render_chat
 from tidemill.server.generation import Work, plan_work, unless_client_leaves
 from tidemill.server.openapi import body_of, responses
 from tidemill.server.prompts import Prompt, encode_within, split_prompts, tokenize_all
@@ -104,7 +104,8 @@ async def _chat_work(state: AppState, request: Request, body: ChatCompletionRequ
         )
         return Prompt(ids, text)
 
-    prompt = await state.off_loop(prepare, count_chars(body.messages, body.tools, body.documents))
+    # Never on the event loop: how long a template takes cannot be told from what it is given.
+    prompt = await state.in_thread(prepare)
     return plan_work(state, "chatcmpl", request, body, model, [prompt], params)
 
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from tidemill.errors import InvalidRequest
 from tidemill.server.body import parse, read_body
-from tidemill.server.conversation import count_chars, render_chat
+from tidemill.server.conversation import render_chat
 from tidemill.server.openapi import body_of, responses
 from tidemill.server.prompts import refuse_endless
 from tidemill.server.refusals import TOKENIZE_REFUSALS
@@ -102,7 +102,8 @@ async def _tokenize_chat(state: AppState, body: TokenizeChatRequest) -> Tokenize
         ids = model.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
         return _response(model, ids, body.return_token_strs)
 
-    return await state.off_loop(work, count_chars(body.messages, body.tools, body.documents))
+    # Never on the event loop: how long a template takes cannot be told from what it is given.
+    return await state.in_thread(work)
 
 
 def _response(model: ServedModel, ids: list[int], with_strs: bool | None) -> TokenizeResponse:

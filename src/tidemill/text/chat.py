@@ -15,7 +15,8 @@ from typing import Any, Literal
 import jinja2
 
 from tidemill.errors import InvalidRequest, UnsupportedParameter
-from tidemill.text.template_environment import compile_template, plain
+from tidemill.text.template_budget import BudgetExceeded
+from tidemill.text.template_environment import compile_template, plain, render
 from tidemill.text.template_reading import ContentFormat, Reading, read_template
 
 Messages = Sequence[Mapping[str, Any]]
@@ -28,6 +29,7 @@ RESERVED_KWARGS = frozenset(
 # Put at the end of the message to continue, and looked for in the rendered text to know where to cut.
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *_REASONING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,13 @@ class ChatTemplate:
         variables["add_generation_prompt"] = add_generation_prompt
         try:
             text = _rendered(chosen.template, chat, variables)
+        except BudgetExceeded as error:
+            raise InvalidRequest(
+                f"the chat template ({self.origin}) was stopped while it rendered these messages: {error}",
+                param="messages",
+                cause=str(error),
+                fix="send fewer or shorter messages, or start the server with another --chat-template",
+            ) from error
         except jinja2.TemplateError as error:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {error}",
@@ -163,14 +172,14 @@ class ChatTemplate:
 
 def _rendered(template: jinja2.Template, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
     try:
-        return template.render(messages=chat, **variables)
+        return render(template, {**variables, "messages": chat})
     except TypeError:
         # Templates take the arguments of a call as an object, as transformers documents; a few (DeepSeek's) take the
         # JSON text, and adding an object to a text is a TypeError.
         as_text = [_with_arguments_as_text(message) for message in chat]
         if as_text == chat:
             raise
-        return template.render(messages=as_text, **variables)
+        return render(template, {**variables, "messages": as_text})
 
 
 def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -195,22 +204,14 @@ def _shaped(message: dict[str, Any], reading: Reading, content_format: str) -> d
     content = message.get("content")
     wanted = reading.content_format if content_format == "auto" else content_format
     if wanted == "string" and isinstance(content, list):
-        return {**message, "content": "\n".join(map(_text_of, content))}
+        return {**message, "content": "\n".join(map(text_of, content))}
     takes_text = content_format == "auto" and reading.tells_text_from_parts
     if wanted == "openai" and isinstance(content, str) and not takes_text:
         return {**message, "content": [{"type": "text", "text": content}]}
     return message
 
 
-def refuse_media(messages: Messages) -> None:
-    """Raises for content parts that are no text: a template would write a mark for media that nobody encodes."""
-    for message in messages:
-        content = plain(message).get("content")
-        for part in content if isinstance(content, list) else ():
-            _text_of(part)
-
-
-def _text_of(part: Any) -> str:
+def text_of(part: Any) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(text := part.get("text"), str):
         return text
     raise InvalidRequest(
@@ -232,6 +233,14 @@ def _refuse_unread_fields(message: Mapping[str, Any], reading: Reading, path: st
             param=f"{path}.tool_calls",
             fix="write the calls into the message's content",
         )
+    unknown = [name for name in message if name not in MESSAGE_FIELDS and message[name] not in (None, [], {})]
+    for name in unknown:
+        if name not in reading.words:
+            raise UnsupportedParameter(
+                f"{path}.{str(name)[:60]} is not read by this model's chat template",
+                param=f"{path}.{str(name)[:60]}",
+                fix="leave it out, or write it into the message's content",
+            )
     given = next((name for name in _REASONING if message.get(name)), None)
     if given is not None and not reading.words.intersection(_REASONING):
         raise UnsupportedParameter(

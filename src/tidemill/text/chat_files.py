@@ -7,7 +7,7 @@ a template may write are handed in.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,42 @@ from tidemill.text.chat import DEFAULT, ChatTemplate
 from tidemill.text.tekken_file import TEKKEN_FILE
 from tidemill.text.tokenizer_files import tokenizer_config
 from tidemill.weights.json_file import read_json
+from tidemill.weights.lfs import refuse_lfs_pointer
 from tidemill.weights.location import ModelFiles
 
 logger = logging.getLogger(__name__)
 
 Templates = dict[str, str]
+AS_ASKED = "as asked for"
 
 
 def load_chat_template(
     places: Sequence[ModelFiles], special_tokens: Mapping[str, str], override: str | None = None
 ) -> ChatTemplate | None:
     """The template the user gives, else the model's own; of several places the first that has one counts."""
+    if override is not None and _is_source(override):
+        return ChatTemplate(_override_source(override), special_tokens, AS_ASKED)
+    # A name may be meant, so the model's own are read; compiled is only what is used, for another may be broken.
     named, origin = _first_templates(places)
-    own = ChatTemplate(named, special_tokens, origin) if named else None
-    return own if override is None else given_template(override, special_tokens, own)
+    if override is not None:
+        return _chosen(override, named, origin, special_tokens)
+    return ChatTemplate(named, special_tokens, origin) if named else None
 
 
 def given_template(override: str, special_tokens: Mapping[str, str], own: ChatTemplate | None) -> ChatTemplate:
     """A file, the text of a template, or the name of one of the model's."""
-    named = {} if own is None else own.sources
-    if own is not None and override in named:
-        return ChatTemplate({**named, DEFAULT: named[override]}, special_tokens, f"{override!r} of {own.origin}")
-    return ChatTemplate(_override_source(override, named), special_tokens, "as asked for")
+    return _chosen(override, {} if own is None else own.sources, "" if own is None else own.origin, special_tokens)
+
+
+def _is_source(override: str) -> bool:
+    """Whether it is the text of a template or a file that is there, so that the model's own do not matter."""
+    return _is_text(override) or Path(override).expanduser().is_file()
+
+
+def _chosen(override: str, named: Templates, origin: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    if override in named:
+        return ChatTemplate({**named, DEFAULT: named[override]}, special_tokens, f"{override!r} of {origin}")
+    return ChatTemplate(_override_source(override, named), special_tokens, AS_ASKED)
 
 
 def _first_templates(places: Sequence[ModelFiles]) -> tuple[Templates, str]:
@@ -107,13 +121,18 @@ def _mistral_template(path: Path) -> Templates:
         return {}
 
 
-def _override_source(override: str, named: Mapping[str, str]) -> str:
+def _is_text(override: str) -> bool:
     """Text holds a tag or a line break; anything else is meant as a path."""
-    if any(sign in override for sign in ("{{", "{%", "\n")):
+    return any(sign in override for sign in ("{{", "{%", "\n"))
+
+
+def _override_source(override: str, named: Iterable[str] = ()) -> str:
+    if _is_text(override):
         return override
     path = Path(override).expanduser()
     if not path.is_file():
-        others = f", nor the name of one of the model's ({', '.join(named)})" if len(named) > 1 else ""
+        names = list(named)
+        others = f", nor the name of one of the model's ({', '.join(names)})" if len(names) > 1 else ""
         raise ConfigError(
             f"no chat template at {override}",
             param="chat_template",
@@ -124,7 +143,12 @@ def _override_source(override: str, named: Mapping[str, str]) -> str:
 
 
 def _read(path: Path) -> str:
+    refuse_lfs_pointer(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"{path} cannot be read", cause=str(error), fix="check the file") from error
+        raise BadCheckpoint(
+            f"{path} cannot be read as text",
+            cause=str(error),
+            fix="check the file, or pass another one: --chat-template path/to/template.jinja",
+        ) from error

@@ -14,10 +14,34 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from tidemill.text.byte_alphabet import CHARACTER_OF
 
+# The longest tokens in use are runs of some hundred spaces. Finding every way to put a token together takes time that
+# grows with the square of its length.
+_MAX_TOKEN_BYTES = 1024
+MAX_TOKEN_ID = (1 << 31) - 1
+"""The library counts in 32 bits, and what comes behind a vocabulary must fit too."""
+
+
+def fault_in(ranks: Mapping[bytes, int]) -> str | None:
+    """Why ranked tokens make no vocabulary, None where they do."""
+    if missing := [byte for byte in range(256) if bytes((byte,)) not in ranks]:
+        return (
+            f"it has no token for {len(missing)} of the 256 bytes, such as {bytes(missing[:1])!r}: text would be lost"
+        )
+    if b"" in ranks:
+        return f"the token of rank {ranks[b'']} is empty"
+    if (longest := max(ranks, key=len)) and len(longest) > _MAX_TOKEN_BYTES:
+        return f"the token of rank {ranks[longest]} has {len(longest)} bytes, more than {_MAX_TOKEN_BYTES}"
+    if odd := [rank for rank in ranks.values() if not 0 <= rank <= MAX_TOKEN_ID]:
+        return f"a token has the rank {odd[0]}, outside of 0 to {MAX_TOKEN_ID}"
+    if len(set(ranks.values())) != len(ranks):
+        return "two of its tokens have the same rank"
+    return None
+
 
 @dataclass(frozen=True)
 class RankedVocabulary:
     ranks: Mapping[bytes, int]
+    """Without a fault (`fault_in`)."""
     named: Mapping[int, AddedToken]
     """Tokens that stand outside the ranks, each at its own id."""
     pre_tokenizer: pre_tokenizers.PreTokenizer

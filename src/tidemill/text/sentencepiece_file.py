@@ -55,7 +55,7 @@ def read_sentencepiece(path: Path) -> dict[str, Any]:
         raise BadCheckpoint(
             f"{path} holds a SentencePiece model of type {kind}",
             cause="unigram (1) and BPE (2) are read",
-            fix="--tokenizer",
+            fix="pass --tokenizer with a folder or hub id that has a tokenizer.json",
         )
     metadata: dict[str, Any] = {
         "model": "llama" if kind == _BPE else "t5",

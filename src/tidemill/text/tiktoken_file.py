@@ -17,7 +17,9 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from tidemill.errors import BadCheckpoint, UnsupportedModel
 from tidemill.text.gguf_pretokenizers import pre_tokenizer
-from tidemill.text.ranked_vocabulary import RankedVocabulary
+from tidemill.text.ranked_vocabulary import RankedVocabulary, fault_in
+from tidemill.text.tokenizer_files import text_of_token
+from tidemill.weights.lfs import refuse_lfs_pointer
 
 TIKTOKEN_NAMES = ("tokenizer.model", "tiktoken.model", "*.tiktoken")
 
@@ -62,7 +64,8 @@ _FAMILIES = {
 def find_tiktoken(folder: Path) -> Path | None:
     """The table in a folder, told from a SentencePiece model of the same name by its first line."""
     for pattern in TIKTOKEN_NAMES:
-        for path in sorted(folder.glob(pattern)):
+        for path in sorted(path for path in folder.glob(pattern) if path.is_file()):
+            refuse_lfs_pointer(path)
             with path.open("rb") as handle:
                 if _entry(handle.readline(4096)) is not None:
                     return path
@@ -91,9 +94,9 @@ def read_tiktoken(
     backend = RankedVocabulary(ranks, named, rules.build(), rules.normalizer()).build()
     special = {name: text for name, text in (("bos_token", family.bos_token), ("eos_token", family.eos_token)) if text}
     special = {name: text for name, text in special.items() if backend.token_to_id(text) is not None}
-    bos = tokenizer_config.get("bos_token") or special.get("bos_token")
+    bos = text_of_token(tokenizer_config.get("bos_token")) or special.get("bos_token")
     adds_bos = tokenizer_config.get("add_bos_token", rules.add_bos)
-    _surround(backend, bos.get("content") if isinstance(bos, dict) else bos, bool(adds_bos))
+    _surround(backend, bos, bool(adds_bos))
     return backend, special
 
 
@@ -126,7 +129,14 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
                 cause=f"a base64 token and its rank are expected, found {line[:60]!r}",
                 fix="download it again",
             )
-        ranks[entry[0]] = entry[1]
+        if ranks.setdefault(*entry) != entry[1]:
+            raise BadCheckpoint(
+                f"{path} is broken at line {number}",
+                cause=f"its token has the rank {ranks[entry[0]]} already",
+                fix="download it again",
+            )
+    if (fault := fault_in(ranks)) is not None:
+        raise BadCheckpoint(f"{path} is not a whole tiktoken table", cause=fault, fix="download it again")
     return ranks
 
 

@@ -7,6 +7,7 @@ bytes of every token; does not stream (the engine's detokenizer does) and does n
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
-from tidemill.errors import InvalidRequest
+from tidemill.errors import BadCheckpoint, InvalidRequest
 from tidemill.text.byte_alphabet import BYTE_OF
 from tidemill.text.tokenizer_sources import from_folder, from_gguf
 from tidemill.weights.json_file import read_json
 from tidemill.weights.location import ModelFiles
+
+logger = logging.getLogger(__name__)
 
 _SPACE = "\u2581"
 
@@ -112,7 +115,7 @@ def load_tokenizer(
     """The model's own tokenizer, or the one named by `tokenizer` (a path, an alias or a hub id)."""
     source = files if tokenizer is None else _locate_tokenizer(tokenizer, revision)
     metadata = _gguf_metadata(files)
-    stops = _folder_stop_ids(files.path) if metadata is None else _gguf_stop_ids(metadata)
+    stops = _folder_stop_ids(files.path) if metadata is None else _gguf_stop_ids(files.path, metadata)
     source_metadata = metadata if source is files else _gguf_metadata(source)
     if source_metadata is None:
         backend, special = from_folder(source.path, trust_remote_code)
@@ -145,22 +148,36 @@ def _locate_tokenizer(name: str, revision: str | None) -> ModelFiles:
 
 def _folder_stop_ids(folder: Path) -> list[int]:
     """Every id that the model's own files call an end: generation_config.json, then config.json."""
-    config = read_json(folder / "config.json")
+    path, config = folder / "config.json", read_json(folder / "config.json")
     nested = config.get("text_config")
-    holders = [read_json(folder / "generation_config.json"), config, nested if isinstance(nested, dict) else {}]
-    return [token for holder in holders for token in _as_list(holder.get("eos_token_id"))]
+    generation = folder / "generation_config.json"
+    return [
+        *_stop_ids(generation, "eos_token_id", read_json(generation).get("eos_token_id")),
+        *_stop_ids(path, "eos_token_id", config.get("eos_token_id")),
+        *_stop_ids(path, "text_config.eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None),
+    ]
 
 
-def _gguf_stop_ids(metadata: Mapping[str, Any]) -> list[int]:
+def _gguf_stop_ids(path: Path, metadata: Mapping[str, Any]) -> list[int]:
     from tidemill.weights.gguf_names import hf_generation_config
 
-    return _as_list(hf_generation_config(metadata).get("eos_token_id"))
+    return _stop_ids(path, "tokenizer.ggml.eos_token_id", hf_generation_config(metadata).get("eos_token_id"))
 
 
-def _as_list(value: Any) -> list[int]:
+def _stop_ids(path: Path, key: str, value: Any) -> list[int]:
+    """One id or a list of them; a negative one is how some files say that there is none."""
     if value is None:
         return []
-    return [int(token) for token in value] if isinstance(value, list) else [int(value)]
+    ids = value if isinstance(value, list) else [value]
+    if any(type(token) is not int for token in ids):
+        raise BadCheckpoint(
+            f"{path} has an odd {key}",
+            cause=f"the id of a token or a list of ids is expected, found {value!r:.80}",
+            fix=f"write the number of the token there, or take {key} out",
+        )
+    if outside := [token for token in ids if token < 0]:
+        logger.warning("%s: %s has %d, which is no token and ends nothing", path, key, outside[0])
+    return [token for token in ids if token >= 0]
 
 
 def _decoder_kinds(decoder: decoders.Decoder | None) -> frozenset[str]:

@@ -7,6 +7,7 @@ tokens and name them.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,21 @@ from tidemill.errors import BadCheckpoint, UnsupportedModel
 from tidemill.text.llama_class import as_llama_class
 from tidemill.text.tokenizer_files import added_tokens, extra_special_tokens, named_special_tokens, tokenizer_config
 from tidemill.weights.json_file import read_json
+from tidemill.weights.lfs import refuse_lfs_pointer
 
 _SENTENCEPIECE_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
+# What a tokenizer that only transformers reads is made of.
+_OTHER_VOCABULARIES = (
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.spm",
+    "*.bpe",
+    "*.codes",
+    "*.tiktoken",
+    "tokenization_*.py",
+)
+_MOST_OF_AN_ERROR = 400
 
 Source = tuple[tokenizers.Tokenizer, dict[str, str]]
 
@@ -31,6 +45,16 @@ def from_gguf(metadata: Mapping[str, Any], file: str) -> Source:
 
 def from_folder(folder: Path, trust_remote_code: bool) -> Source:
     """tokenizer.json where there is one, else a vocabulary of its maker; transformers for what none of these is."""
+    try:
+        found = _from_known_file(folder)
+    except OSError as error:
+        raise BadCheckpoint(
+            f"{error.filename or folder} cannot be read", cause=str(error), fix="check its permissions"
+        ) from error
+    return _from_transformers(folder, trust_remote_code) if found is None else found
+
+
+def _from_known_file(folder: Path) -> Source | None:
     from tidemill.text.sentencepiece_file import is_sentencepiece
     from tidemill.text.tekken_file import TEKKEN_FILE, read_tekken
     from tidemill.text.tiktoken_file import find_tiktoken
@@ -40,15 +64,16 @@ def from_folder(folder: Path, trust_remote_code: bool) -> Source:
     if (folder / TEKKEN_FILE).is_file():
         return _with_neighbours(folder, read_tekken(folder / TEKKEN_FILE))
     for name in _SENTENCEPIECE_NAMES:
+        refuse_lfs_pointer(folder / name)
         if (folder / name).is_file() and is_sentencepiece(folder / name):
             return _from_sentencepiece(folder, folder / name)
-    if (table := find_tiktoken(folder)) is not None:
-        return _from_tiktoken(folder, table)
-    return _from_transformers(folder, trust_remote_code)
+    table = find_tiktoken(folder)
+    return None if table is None else _from_tiktoken(folder, table)
 
 
 def _from_json(folder: Path) -> Source:
     path = folder / "tokenizer.json"
+    refuse_lfs_pointer(path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
@@ -56,7 +81,7 @@ def _from_json(folder: Path) -> Source:
         raise BadCheckpoint(
             f"{path} cannot be read", cause=str(error), fix="download it again, or upgrade: pip install -U tokenizers"
         ) from error
-    as_llama_class(backend, tokenizer_config(folder), read_json(folder / "config.json").get("model_type"))
+    as_llama_class(backend, tokenizer_config(folder), _model_type(folder))
     return _with_neighbours(folder, (backend, {}))
 
 
@@ -74,8 +99,20 @@ def _from_sentencepiece(folder: Path, path: Path) -> Source:
 def _from_tiktoken(folder: Path, path: Path) -> Source:
     from tidemill.text.tiktoken_file import read_tiktoken
 
-    model_type = read_json(folder / "config.json").get("model_type")
-    return _with_neighbours(folder, read_tiktoken(path, model_type, added_tokens(folder), tokenizer_config(folder)))
+    tokens, config = added_tokens(folder), tokenizer_config(folder)
+    return _with_neighbours(folder, read_tiktoken(path, _model_type(folder), tokens, config))
+
+
+def _model_type(folder: Path) -> str | None:
+    path = folder / "config.json"
+    value = read_json(path).get("model_type")
+    if value is not None and not isinstance(value, str):
+        raise BadCheckpoint(
+            f"{path} has an odd model_type",
+            cause=f"a name is expected, found {value!r:.80}",
+            fix="correct it, or download it again",
+        )
+    return value
 
 
 def _with_neighbours(folder: Path, source: Source) -> Source:
@@ -105,7 +142,7 @@ def _from_transformers(folder: Path, trust_remote_code: bool) -> Source:
     except Exception as error:
         raise UnsupportedModel(
             f"{folder} has no tokenizer that can be read",
-            cause=f"there is no tokenizer.json, and transformers says: {_first_line(error)}",
+            cause=_no_tokenizer(folder, error),
             fix="pass --tokenizer with a folder or hub id that has a tokenizer.json"
             + ("" if trust_remote_code else ", or --trust-remote-code if the model ships its own tokenizer code"),
         ) from error
@@ -120,5 +157,11 @@ def _from_transformers(folder: Path, trust_remote_code: bool) -> Source:
     return backend, special
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _no_tokenizer(folder: Path, error: Exception) -> str:
+    """transformers' own words count only where it had something to read; else they tell of packages to install."""
+    looked_for = ", ".join(("tokenizer.json", "tekken.json", *_SENTENCEPIECE_NAMES))
+    others = sorted(path.name for pattern in _OTHER_VOCABULARIES for path in folder.glob(pattern))
+    if not others:
+        return f"it holds no vocabulary: neither {looked_for} nor another file that transformers makes one of"
+    said = textwrap.shorten(str(error) or type(error).__name__, _MOST_OF_AN_ERROR, placeholder=" ...")
+    return f"none of {looked_for} is there and whole, and transformers makes none of {', '.join(others)}: {said}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from tidemill.errors import BadCheckpoint
@@ -20,5 +21,5 @@ def refuse_lfs_pointer(path: Path) -> None:
         raise BadCheckpoint(
             f"{path} is a Git LFS pointer, not the file itself",
             cause="the repository was cloned without Git LFS, which leaves a few lines of text in place of large files",
-            fix=f"cd {path.absolute().parent} && git lfs pull",
+            fix=f"cd {shlex.quote(str(path.absolute().parent))} && git lfs pull",
         )

@@ -7,6 +7,7 @@ Knows the order in which a name is understood: alias, path, hub id. Does not kno
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ Progress = Callable[[str, int, int], None]
 """Called with (what, bytes so far, bytes in all); bytes in all is 0 while unknown."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]+)?")
+GGUF_START = b"GGUF"
 _SPLIT_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
@@ -87,6 +89,13 @@ def find_in_folder(folder: Path, origin: str, revision: str | None = None) -> Mo
             fix=f"name one: {folder / ggufs[0]}",
         )
     if "config.json" not in names:
+        for name in sorted(names):
+            if name.endswith(".bin") and is_gguf(folder / name):
+                raise misnamed_gguf(folder / name)
+        if "adapter_config.json" in names:
+            from tidemill.weights.shards import no_weights
+
+            raise no_weights(folder)
         raise ModelUnavailable(
             f"{origin} is not a model folder",
             cause=f"{folder} has no config.json, no .safetensors file and no .gguf file",
@@ -101,15 +110,34 @@ def refuse_split(path: Path) -> Path:
         raise UnsupportedModel(
             f"{path.name} is one part of a split GGUF",
             cause="only whole GGUF files are read",
-            fix=f"llama-gguf-split --merge {path} {_SPLIT_PART.sub('.gguf', path.name)}",
+            fix=shlex.join(["llama-gguf-split", "--merge", str(path), _SPLIT_PART.sub(".gguf", path.name)]),
         )
     return path
+
+
+def is_gguf(path: Path) -> bool:
+    """By its first bytes, whatever it is called; what cannot be read is not one."""
+    try:
+        with path.open("rb") as handle:
+            return handle.read(len(GGUF_START)) == GGUF_START
+    except OSError:
+        return False
+
+
+def misnamed_gguf(path: Path) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{path} is a GGUF file under another name",
+        cause="a file is read by its ending, and its content is GGUF",
+        fix=f"rename it to .gguf: {shlex.join(['mv', str(path), str(path.with_suffix('.gguf'))])}",
+    )
 
 
 def _local(path: Path, model: str) -> ModelFiles:
     if path.is_dir():
         return find_in_folder(path, model)
     if path.suffix.lower() != ".gguf":
+        if is_gguf(path):
+            raise misnamed_gguf(path)
         raise ModelUnavailable(
             f"{model} is a file, but not a .gguf file",
             cause=accepted_forms(),

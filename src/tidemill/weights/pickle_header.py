@@ -1,32 +1,36 @@
 """What a pickled checkpoint holds, found without executing it and without torch.
 
 torch.save writes a zip: one pickle that describes the tensors, and a member per storage. Unpickling calls whatever the
-file names, so here every name resolves to an inert stand-in of ours or is refused; the stand-ins record shapes and
-types, and their claims are checked against the zip's directory. Does not read a single weight (`pickle_folder` does).
+file names, so here every name resolves to an inert stand-in of ours or is refused, in a machine of ours
+(`pickle_machine`); the stand-ins record shapes and types, and their claims are checked against the zip's directory.
+Does not read a single weight (`pickle_folder` does).
 """
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import pickle
+import shlex
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tidemill.errors import BadCheckpoint, TidemillError, UnsupportedModel
 from tidemill.weights.checkpoint import TensorInfo
 from tidemill.weights.dtypes import DTYPES
 from tidemill.weights.lfs import refuse_lfs_pointer
+from tidemill.weights.location import GGUF_START, misnamed_gguf
+from tidemill.weights.pickle_machine import ForeignInstruction, PickleMachine
 
 logger = logging.getLogger(__name__)
 
 _ZIP_START = b"PK\x03\x04"
 # A pickle of names and shapes takes a few hundred bytes a tensor; more is not a description of weights.
-_MAX_PICKLE = 100_000_000
+_MAX_PICKLE = 32_000_000
+_WEIGHTS_ALONE = "save the weights alone: model.save_pretrained(folder), or torch.save(model.state_dict(), file)"
 _STORAGES = {
     "BoolStorage": "BOOL",
     "ByteStorage": "U8",
@@ -73,15 +77,24 @@ def _tensor_v3(
 ) -> _Tensor:
     if not isinstance(storage, _Storage) or not isinstance(dtype, _Dtype):
         raise pickle.UnpicklingError("a tensor without a storage or a type")
-    return _Tensor(storage, offset, tuple(shape), tuple(stride), dtype.name)
+    if not isinstance(shape, tuple) or not isinstance(stride, tuple) or len(shape) != len(stride):
+        raise pickle.UnpicklingError("a tensor without a shape and as many strides")
+    if not all(type(number) is int and number >= 0 for number in (offset, *shape, *stride)):
+        raise pickle.UnpicklingError("a tensor whose shape, strides and offset are no numbers from zero up")
+    return _Tensor(storage, offset, shape, stride, dtype.name)
 
 
 def _parameter(tensor: Any, *unused: object) -> Any:
     return tensor
 
 
+def _empty_dictionary() -> dict[str, Any]:
+    """Entries come one by one after it; made of an argument, it would copy as often as a file asks for it."""
+    return {}
+
+
 _STAND_INS: Mapping[str, Any] = {
-    "collections.OrderedDict": dict,
+    "collections.OrderedDict": _empty_dictionary,
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _parameter,
@@ -92,42 +105,6 @@ _STAND_INS: Mapping[str, Any] = {
 }
 
 
-class _InertUnpickler(pickle._Unpickler):
-    """The machine in Python, not in C: there, one instruction may ask for memory without bound.
-
-    It has one instruction less. Setting attributes of what was made carries no weights (torch notes the versions of
-    modules so), and would let a file change the stand-ins.
-    """
-
-    stack: list[Any]
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(pickle._Unpickler.dispatch)
-
-    def __init__(self, path: Path, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.path = path
-
-    def find_class(self, module: str, name: str) -> Any:
-        stand_in = _STAND_INS.get(f"{module}.{name}")
-        if stand_in is None:
-            raise UnsupportedModel(
-                f"{self.path} is not loaded: it asks for {module}.{name}",
-                cause="unpickling calls what the file names, and only what makes tensors is safe; nothing was executed",
-                fix="use the model's safetensors, or a copy of it that you trust",
-            )
-        return stand_in
-
-    def discard_attributes(self) -> None:
-        self.stack.pop()
-
-    dispatch[pickle.BUILD[0]] = discard_attributes
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, dtype, key, _, count = pid
-        if kind != "storage" or not isinstance(dtype, _Dtype):
-            raise pickle.UnpicklingError(f"a reference to {kind!r}")
-        return _Storage(str(key), dtype.name, int(count))
-
-
 def read_pickle_header(path: Path) -> list[TensorInfo]:
     """Every tensor of one file, after checking that the file holds all of them."""
     refuse_lfs_pointer(path)
@@ -136,6 +113,8 @@ def read_pickle_header(path: Path) -> list[TensorInfo]:
             start = handle.read(len(_ZIP_START))
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read", cause=str(error), fix="check its permissions") from error
+    if start == GGUF_START:
+        raise misnamed_gguf(path)
     if start != _ZIP_START:
         raise _not_a_zip(path, start)
     data, sizes = _open_zip(path)
@@ -155,8 +134,10 @@ def _open_zip(path: Path) -> tuple[bytes, dict[str, int]]:
                 if entry.compress_type == zipfile.ZIP_STORED and entry.header_offset + entry.file_size <= length
             }
             found = [name for name in whole if name == "data.pkl" or name.endswith("/data.pkl")]
-            if len(found) != 1 or whole[found[0]] > _MAX_PICKLE:
+            if len(found) != 1:
                 raise _broken(path, f"it is a zip with {len(found)} data.pkl among {len(whole)} files")
+            if whole[found[0]] > _MAX_PICKLE:
+                raise _broken(path, f"its description takes {whole[found[0]]} bytes, more than {_MAX_PICKLE}")
             data = archive.read(found[0])
     except BadCheckpoint:
         raise
@@ -168,13 +149,38 @@ def _open_zip(path: Path) -> tuple[bytes, dict[str, int]]:
 
 
 def _unpickle(path: Path, data: bytes) -> Any:
+    def find_name(module: str, name: str) -> Any:
+        stand_in = _STAND_INS.get(f"{module}.{name}")
+        if stand_in is None:
+            raise UnsupportedModel(
+                f"{path} is not loaded: it asks for {module}.{name}",
+                cause="unpickling calls what the file names, and only what makes tensors is safe; nothing was executed",
+                fix="use the model's safetensors, or a copy of it that you trust",
+            )
+        return stand_in
+
     try:
-        return _InertUnpickler(path, data).load()
+        return PickleMachine(data, find_name, _storage).run()
     except TidemillError:
         raise
+    except ForeignInstruction as error:
+        raise UnsupportedModel(
+            f"{path} is not loaded: it holds what no dictionary of tensors has",
+            cause=str(error),
+            fix=f"{_WEIGHTS_ALONE}; if it is a download, download it again",
+        ) from error
     except Exception as error:
         # A damaged pickle may raise anything: it is a program for a small machine, and this one lost its way.
         raise _broken(path, f"its pickle cannot be followed: {type(error).__name__}: {error}") from error
+
+
+def _storage(reference: Any) -> _Storage:
+    kind, dtype, key, _, count = reference
+    if kind != "storage" or not isinstance(dtype, _Dtype):
+        raise pickle.UnpicklingError("a reference to something else than a storage")
+    if not isinstance(key, str) or type(count) is not int:
+        raise pickle.UnpicklingError("a storage without a name or a size")
+    return _Storage(key, dtype.name, count)
 
 
 def _tensors(path: Path, value: Any) -> dict[str, _Tensor]:
@@ -184,9 +190,11 @@ def _tensors(path: Path, value: Any) -> dict[str, _Tensor]:
         raise UnsupportedModel(
             f"{path} is not a dictionary of tensors",
             cause=f"{what}, as in the checkpoint of a training run",
-            fix="save the weights alone: model.save_pretrained(folder), or torch.save(model.state_dict(), file)",
+            fix=_WEIGHTS_ALONE,
         )
-    tensors = {str(key): entry for key, entry in value.items() if isinstance(entry, _Tensor)}
+    if nameless := [key for key, entry in value.items() if isinstance(entry, _Tensor) and not isinstance(key, str)]:
+        raise _broken(path, f"a tensor has the number {nameless[0]} where its name should be")
+    tensors = {key: entry for key, entry in value.items() if isinstance(entry, _Tensor)}
     if others := [str(key) for key, entry in value.items() if not isinstance(entry, _Tensor)]:
         logger.warning("%d entries of %s are no tensors and are not read, such as %s", len(others), path, others[0])
     return tensors
@@ -199,13 +207,17 @@ def _checked(path: Path, name: str, tensor: _Tensor, sizes: Mapping[str, int]) -
     if sizes.get(storage.member) != nbytes:
         found = sizes.get(storage.member, "no")
         raise _broken(path, f"tensor {name} lies in a storage of {nbytes} bytes, of which the file has {found}")
-    numbers = (tensor.offset, *tensor.shape, *tensor.stride)
-    if len(tensor.shape) != len(tensor.stride) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise _broken(path, f"tensor {name} has the shape {tensor.shape} and the strides {tensor.stride}")
     count = math.prod(tensor.shape)
     last = tensor.offset + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
     if count and (last + 1) * width > nbytes:
         raise _broken(path, f"tensor {name} of {tensor.dtype} {tensor.shape} ends after its storage of {nbytes} bytes")
+    if count * width > nbytes:
+        # Read, it would take the memory that its shape claims, which has no bound.
+        raise UnsupportedModel(
+            f"{path} is not loaded: tensor {name} repeats its numbers",
+            cause=f"its shape {tensor.shape} has {count} elements, its storage of {nbytes} bytes fewer",
+            fix="save it whole: torch.save({name: t.contiguous() for name, t in model.state_dict().items()}, file)",
+        )
     return TensorInfo(name, tensor.shape, tensor.dtype, count * width, path.name)
 
 
@@ -217,8 +229,8 @@ def _not_a_zip(path: Path, start: bytes) -> UnsupportedModel | BadCheckpoint:
     return UnsupportedModel(
         f"{path} is in the format torch.save had before 1.6, which is not read",
         cause="it is one bare pickle, whose tensors cannot be found without executing it",
-        fix=f"python -c \"import torch; p = '{path}'; "
-        "torch.save(torch.load(p, weights_only=True, map_location='cpu'), p)\"",
+        fix="python -c 'import sys, torch; p = sys.argv[1]; "
+        f'torch.save(torch.load(p, weights_only=True, map_location="cpu"), p)\' {shlex.quote(str(path))}',
     )
 
 

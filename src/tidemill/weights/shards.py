@@ -6,6 +6,8 @@ Safetensors and pickles are laid out alike, so both are found here.
 
 from __future__ import annotations
 
+import logging
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,8 @@ from pathlib import Path
 from tidemill.errors import BadCheckpoint, UnsupportedModel
 from tidemill.weights.checkpoint import TensorInfo
 from tidemill.weights.json_file import read_json
+
+logger = logging.getLogger(__name__)
 
 _SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _PICKLE_ENDINGS = (".bin", ".pt", ".pth")
@@ -42,22 +46,35 @@ def _find(folder: Path, usual: str, endings: tuple[str, ...]) -> Shards | None:
     """By index, by the usual name, or whatever else has the ending and is neither adapter nor leftover."""
     index = f"{usual}.index.json"
     if (folder / index).exists():
-        return _indexed(folder, index)
-    if (folder / usual).exists():
-        return Shards((usual,))
-    names = sorted(path.name for path in folder.iterdir() if path.suffix in endings)
-    own = tuple(name for name in names if not name.startswith((*_OTHER_LAYOUTS, *_NO_WEIGHTS)))
-    return Shards(own) if own else None
+        shards = _indexed(folder, index)
+    elif (folder / usual).exists():
+        shards = Shards((usual,))
+    else:
+        names = sorted(path.name for path in folder.iterdir() if path.suffix in endings)
+        own = tuple(name for name in names if not name.startswith((*_OTHER_LAYOUTS, *_NO_WEIGHTS)))
+        if not own:
+            return None
+        shards = Shards(own)
+    if adapter := _adapter(path.name for path in folder.iterdir()):
+        logger.warning("%s is not applied: a LoRA adapter beside a model; to use it, merge it", folder / adapter)
+    return shards
+
+
+def _adapter(names: Iterable[str]) -> str | None:
+    return min((name for name in names if name.startswith("adapter_model.")), default=None)
 
 
 def no_weights(folder: Path) -> UnsupportedModel | BadCheckpoint:
     """What a folder is that has neither safetensors nor pickles of a whole model."""
     names = sorted(path.name for path in folder.iterdir())
-    if adapter := next((name for name in names if name.startswith("adapter_model.")), None):
+    if adapter := _adapter(names):
         return UnsupportedModel(
             f"{folder} is a LoRA adapter, not a model",
             cause=f"it holds {adapter} and no model weights",
-            fix=f"serve the base model with --enable-lora --lora-modules name={folder}",
+            fix="merge it into its base model and serve the folder merged: pip install peft && python -c 'import sys; "
+            "from peft import AutoPeftModelForCausalLM as Adapted; "
+            'Adapted.from_pretrained(sys.argv[1]).merge_and_unload().save_pretrained("merged")\' '
+            f"{shlex.quote(str(folder))}",
         )
     if copy := next((name for name in names if name.startswith("consolidated")), None):
         author = "Mistral" if copy.endswith(".safetensors") else "Meta"

@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers.server import run_tidemill, start_server
 from tidemill.cli.options import HumanInt, VllmCommand
+from tidemill.errors import ConfigError
 from tidemill.weights.location import locate
 
 COMMANDS = [
@@ -310,3 +311,18 @@ def test_the_remote_json_is_what_the_server_takes(server):
     told = [run_tidemill("chat", "--url", server.url, *flags, stdin="Hello", env=key) for _ in range(2)]
     assert told[0].returncode == 0, told[0].stderr
     assert told[0].stdout == told[1].stdout
+
+
+def test_a_model_that_cannot_chat_is_refused_before_its_weights_are_loaded(tmp_path, monkeypatch):
+    from tests.helpers.checkpoints import write_checkpoint
+    from tidemill.cli.talk import LocalTalker
+
+    def load(*args: object) -> None:
+        raise AssertionError("the weights are loaded")
+
+    write_checkpoint(tmp_path, "Llama")
+    monkeypatch.setattr("tidemill.llm.build_core", load)
+    with pytest.raises(ConfigError, match="no chat template"):
+        LocalTalker(str(tmp_path), {"dtype": "float32"}, chats=True)
+    with pytest.raises(AssertionError, match="loaded"):
+        LocalTalker(str(tmp_path), {"dtype": "float32"}, chats=False)

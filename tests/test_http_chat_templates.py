@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -14,7 +15,9 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.server import start_server
 
 CHAT = "/v1/chat/completions"
-TEMPLATE = "{% if documents %}<docs>{{ documents | tojson(indent=2) }}</docs>{% endif %}" + QWEN3
+DOUBLING = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+ENDLESS = DOUBLING + "{% if endless %}{{ m(40) }}{% endif %}"
+TEMPLATE = ENDLESS + "{% if documents %}<docs>{{ documents | tojson(indent=2) }}</docs>{% endif %}" + QWEN3
 ASK = {"role": "user", "content": "What is the weather in <Zürich> & 東京?"}
 # Not the usual order: what is written into the prompt is what was sent.
 FUNCTION = {"parameters": {"type": "object", "properties": {}}, "name": "weather", "description": "Tells & <warns>"}
@@ -174,3 +177,19 @@ def test_continuing_excludes_a_generation_prompt(http):
     error = problem(http, continue_final_message=True, add_generation_prompt=True)
     assert error["param"] == "continue_final_message"
     assert "set add_generation_prompt to false" in error["message"]
+
+
+def test_a_template_that_never_ends_is_stopped_and_nobody_else_waits(http, served):
+    body = {"messages": [ASK], "chat_template_kwargs": {"endless": True}}
+    with ThreadPoolExecutor(1) as thread:
+        stuck = thread.submit(httpx.post, served.url + CHAT, json=body, timeout=60)
+        answered = 0
+        while not stuck.done():
+            answered += http.get("/health").status_code == 200
+    # On the event loop, rendering would let through only what came before it.
+    assert answered > 10
+    error = stuck.result().json()["error"]
+    assert (stuck.result().status_code, error["param"]) == (400, "messages")
+    assert "everything.jinja" in error["message"]
+    assert "steps" in error["message"] and "--chat-template" in error["message"]
+    assert http.post(CHAT, json={"messages": [ASK], "max_tokens": 1}).status_code == 200

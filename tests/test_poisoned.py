@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.server import Server, start_server
 from tests.helpers.streams import streaming
+from tidemill import LLM, SamplingParams
+from tidemill.engine.messages import Add
 
 POISON = 77
 PREFIX = [(7 * i) % 70 + 1 for i in range(64)]
@@ -97,3 +99,31 @@ def test_those_that_share_its_beginning_get_what_they_get_alone(server):
     # And whoever comes later, from the cache or not.
     assert text(complete(server, PREFIX, max_tokens=600)) == alone
     server.wait_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_one_that_shares_a_prefix_with_it_in_the_same_step_is_computed_anew(tmp_path, depth, layers):
+    """Both enter in one step, so the second reads blocks that the first fills, and that are wiped when it fails."""
+    write_checkpoint(tmp_path, "Llama", num_hidden_layers=layers)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    settings = {"dtype": "float32", "block_size": 4, "max_num_seqs": 4}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={POISON: -100})
+    shared = PREFIX[:32]
+    alone = LLM(str(tmp_path), **settings).generate([[*shared, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
+
+    core = LLM(str(tmp_path), **settings)._core
+    core._steps_in_flight = depth
+    core.add(Add("poisoned", [*shared, POISON], params))
+    core.add(Add("beside", [*shared, 3], params))
+    said: dict[str, list[int]] = {"poisoned": [], "beside": []}
+    problems = {}
+    while core.has_work:
+        for output in core.step():
+            said[output.id] += output.token_ids
+            problems |= {output.id: output.problem} if output.problem else {}
+    assert list(problems) == ["poisoned"] and "--check-weights" in problems["poisoned"]["fix"]
+    assert said == {"poisoned": [], "beside": alone}
+    assert core.stats.kv_usage == 0

@@ -15,7 +15,6 @@ from tidemill.errors import ConfigError, TidemillError
 
 if TYPE_CHECKING:
     from tidemill.engine.prepare import Prepared
-    from tidemill.text.chat import ChatTemplate
 
 Messages = list[dict[str, str]]
 
@@ -36,7 +35,7 @@ class LocalTalker:
         class TalkingLLM(LLM):
             def _accept(self, prepared: Prepared) -> None:
                 if chats:
-                    _refuse_without_template(model, prepared.chat_template)
+                    _refuse_without_template(model, prepared)
 
         self.name = model
         self._llm = TalkingLLM(model, **{"max_num_seqs": 1, **{k: v for k, v in engine.items() if v is not None}})
@@ -58,8 +57,8 @@ class LocalTalker:
             yield delta.text
 
 
-def _refuse_without_template(model: str, template: ChatTemplate | None) -> None:
-    if template is None:
+def _refuse_without_template(model: str, prepared: Prepared) -> None:
+    if prepared.chat_template is None:
         raise ConfigError(
             f"{model} has no chat template",
             param="chat_template",

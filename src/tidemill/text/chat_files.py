@@ -22,7 +22,6 @@ from tidemill.weights.location import ModelFiles
 logger = logging.getLogger(__name__)
 
 Templates = dict[str, str]
-AS_ASKED = "as asked for"
 
 
 def load_chat_template(
@@ -30,7 +29,7 @@ def load_chat_template(
 ) -> ChatTemplate | None:
     """The template the user gives, else the model's own; of several places the first that has one counts."""
     if override is not None and _is_source(override):
-        return ChatTemplate(_override_source(override), special_tokens, AS_ASKED)
+        return ChatTemplate(_override_source(override), special_tokens, _asked(override))
     # A name may be meant, so the model's own are read; compiled is only what is used, for another may be broken.
     named, origin = _first_templates(places)
     if override is not None:
@@ -43,6 +42,10 @@ def given_template(override: str, special_tokens: Mapping[str, str], own: ChatTe
     return _chosen(override, {} if own is None else own.sources, "" if own is None else own.origin, special_tokens)
 
 
+def _asked(override: str) -> str:
+    return "as asked for" if _is_text(override) else f"{Path(override).name}, as asked for"
+
+
 def _is_source(override: str) -> bool:
     """Whether it is the text of a template or a file that is there, so that the model's own do not matter."""
     return _is_text(override) or Path(override).expanduser().is_file()
@@ -51,7 +54,7 @@ def _is_source(override: str) -> bool:
 def _chosen(override: str, named: Templates, origin: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
     if override in named:
         return ChatTemplate({**named, DEFAULT: named[override]}, special_tokens, f"{override!r} of {origin}")
-    return ChatTemplate(_override_source(override, named), special_tokens, AS_ASKED)
+    return ChatTemplate(_override_source(override, named), special_tokens, _asked(override))
 
 
 def _first_templates(places: Sequence[ModelFiles]) -> tuple[Templates, str]:

@@ -160,29 +160,38 @@ def attend(
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-    batch, heads, queries, _ = q.shape
+    batch, heads, queries, dim = q.shape
     kv_heads, length = k.shape[1], k.shape[2]
-    group = heads // kv_heads
     out = q.new_empty(batch, heads, queries, v.shape[-1])
-    tile = max(1, TILE_NUMBERS // (batch * group * length))
-    # Distances may count from the last key: softmax does not see what all keys of a query have in common.
-    distances = torch.arange(1.0 - length, 1.0, device=q.device)
-    for head in range(kv_heads):
-        # A product per kv head reads the gathered keys and values where they lie; one over all would copy them.
-        mine = slice(head * group, (head + 1) * group)
-        for first in range(0, queries, tile):
-            rows = slice(first, min(first + tile, queries))
-            some = q[:, mine, rows].reshape(batch, -1, q.shape[-1])
-            scores = (some @ k[:, head].transpose(-1, -2)).float().mul_(scale).view(batch, group, -1, length)
-            if cap is not None:
-                scores.div_(cap).tanh_().mul_(cap)
-            if slopes is not None:
-                scores += slopes[mine, None, None] * distances
-            if mask is not None:
-                scores += mask[:, :, rows if mask.shape[2] > 1 else slice(None)]
-            else:
-                ahead = torch.ones(rows.stop - first, length, dtype=torch.bool, device=q.device).triu_(first + 1)
-                scores.masked_fill_(ahead, float("-inf"))
-            found = scores.softmax(dim=-1).to(q.dtype).view(batch, -1, length) @ v[:, head]
-            out[:, mine, rows] = found.view(batch, group, -1, v.shape[-1])
+    tile = max(1, TILE_NUMBERS // (batch * heads * length))
+    for first in range(0, queries, tile):
+        rows = slice(first, min(first + tile, queries))
+        grouped = q[:, :, rows].reshape(batch, kv_heads, -1, dim)
+        scores = _by_head(grouped, k.transpose(-1, -2)).float().view(batch, heads, -1, length)
+        if cap is None:
+            scores.mul_(scale)
+        else:
+            scores.mul_(scale / cap).tanh_().mul_(cap)
+        if slopes is not None:
+            # Distances may count from the last key: softmax does not see what all keys of a query have in common.
+            scores += slopes[:, None, None] * torch.arange(1.0 - length, 1.0, device=q.device)
+        if mask is not None:
+            scores += mask[:, :, rows] if mask.shape[2] > 1 else mask
+        else:
+            ahead = torch.ones(rows.stop - first, length, dtype=torch.bool, device=q.device).triu_(first + 1)
+            scores.masked_fill_(ahead, float("-inf"))
+        weights = scores.softmax(dim=-1).to(q.dtype).view(batch, kv_heads, -1, length)
+        out[:, :, rows] = _by_head(weights, v).view(batch, heads, -1, v.shape[-1])
+    return out
+
+
+def _by_head(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b over [batch, heads, ., .]. One product per head reads gathered keys and values where they lie, which one
+    over all heads would copy; and one pair goes to the BLAS, which the batched product does not always ask."""
+    out = a.new_empty(*a.shape[:3], b.shape[-1])
+    for head in range(a.shape[1]):
+        if len(a) == 1:
+            torch.mm(a[0, head], b[0, head], out=out[0, head])
+        else:
+            out[:, head] = a[:, head] @ b[:, head]
     return out

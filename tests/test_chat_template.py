@@ -17,7 +17,17 @@ from tidemill.weights.location import ModelFiles, locate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
-LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""  # noqa: E501
+LLAMA2 = """{% if messages[0].role == 'system' %}{% set first, said = messages[0].content, messages[1:] %}
+{%- else %}{% set first, said = none, messages %}{% endif %}
+{%- for turn in said %}
+{%- if turn.role != ('user', 'assistant')[loop.index0 % 2] %}
+{{- raise_exception('Conversation roles must alternate: turn ' ~ loop.index ~ ' is from ' ~ turn.role) }}
+{%- endif %}
+{%- set text = turn.content.strip() %}
+{%- if loop.first and first is not none %}{% set text = '<<SYS>>\\n' + first + '\\n<</SYS>>\\n\\n' + text %}{% endif %}
+{%- if turn.role == 'user' %}{{ bos_token + '[INST] ' + text + ' [/INST]' }}
+{%- else %}{{ ' ' + text + ' ' + eos_token }}{% endif %}
+{%- endfor %}"""
 
 QWEN = """{%- if tools %}
     {{- '<|im_start|>system\\n# Tools\\n<tools>' }}

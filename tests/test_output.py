@@ -32,6 +32,33 @@ def test_pieces_join_to_the_text_and_are_never_half_a_character(tokenizer, text,
     assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize(
+    "before", ["\U00040000" * 2, "\ufffd" * 12], ids=["bytes-that-are-no-text", "replacements-that-are-text"]
+)
+def test_a_character_stays_whole_after_many_replacements(tokenizer, before):
+    ids = tokenizer.encode(before + "\U000c0000")
+    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=True)
+    pieces = [detokenizer.push([token]) for token in ids]
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert pieces[-1].endswith("\U000c0000")
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"], ids=["byte-level", "byte-fallback"])
+def test_a_character_stays_whole_after_many_tokens_without_text(model):
+    tokenizer = load_tokenizer(locate(model))
+    character = tokenizer.encode("\U000c0000")
+    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=True)
+    pieces = [detokenizer.push([token]) for token in [*character, *tokenizer.eos_ids[:1] * 12, *character]]
+    assert [piece for piece in pieces if piece] == ["\U000c0000"] * 2
+
+
+def test_bytes_that_are_no_text_do_not_wait_for_the_end(tokenizer):
+    lone = tokenizer.encode("\U000c0000")[-1]
+    assert tokenizer.decode([lone]) == "\ufffd"
+    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=True)
+    assert "\ufffd" in detokenizer.push([lone] * 10)
+
+
 def test_a_character_cut_off_by_the_end_is_flushed_as_a_replacement(tokenizer):
     ids = tokenizer.encode("😀")
     assert len(ids) > 1

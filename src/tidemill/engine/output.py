@@ -31,6 +31,7 @@ class Detokenizer:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids = list(prompt_ids[-CONTEXT_TOKENS:])
         self._emitted = len(self._ids)
+        self._pending = 0
         self._known_text = tokenizer.decode(self._ids, skip_special_tokens) if self._ids else ""
 
     def push(self, ids: Sequence[int]) -> str:
@@ -39,9 +40,12 @@ class Detokenizer:
         for token in ids:
             self._ids.append(token)
             text = self._tokenizer.decode(self._ids, self._skip)
-            # A character has at most four bytes: more pending tokens than that are bytes that are no text at all.
-            if text.endswith(UNFINISHED) and len(self._ids) - self._emitted <= MAX_PENDING:
-                continue
+            self._pending = self._pending + 1 if text.endswith(UNFINISHED) else 0
+            if self._pending:
+                if self._pending <= MAX_PENDING:
+                    continue
+                # A character has at most four bytes: before its beginning are bytes that are no text at all.
+                text, self._pending = self._before_last_character(text)
             piece = text[len(self._known_text) :]
             if not piece and len(self._ids) < MAX_WINDOW:
                 # A skipped special token: without text before it, the next word would lose its leading space.
@@ -49,9 +53,19 @@ class Detokenizer:
             pieces.append(piece)
             # Keep the tokens just emitted as context, drop what came before them.
             self._ids = self._ids[self._emitted :]
-            self._emitted = len(self._ids)
-            self._known_text = self._tokenizer.decode(self._ids, self._skip)
+            self._emitted = len(self._ids) - self._pending
+            self._known_text = self._tokenizer.decode(self._ids[: self._emitted], self._skip)
         return "".join(pieces)
+
+    def _before_last_character(self, text: str) -> tuple[str, int]:
+        """The part of `text` that stays as it is whatever comes next, and how many tokens come after that part."""
+        for count in range(1, len(self._ids) - self._emitted):
+            before = self._tokenizer.decode(self._ids[:-count], self._skip)
+            after = self._tokenizer.decode(self._ids[-count:], self._skip)
+            # Cut inside a character, the two sides would show more replacements than the whole.
+            if after and before + after == text:
+                return before, count
+        return text, 0
 
     def flush(self) -> str:
         """What is left when the sequence ends inside a character."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when a kernel is defined; without a GPU its interpreter runs the same kernels on the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.helpers.server import Server, start_server
 

@@ -1,4 +1,5 @@
-"""What a process may use of its machine, read from trees like those the kernel shows: bare, version 1, version 2."""
+"""What a process may use of its machine, read from trees like those the kernel shows (bare, version 1, version 2), and
+from a driver's library that is not there."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.hardware import Hardware, detect
+from tests.helpers.nvml import Card, FakeCuda, FakeNvml
+from tidemill.hardware import Hardware, detect, torch_cuda
+from tidemill.nvidia import look, look_through_cuda
 
 GIB = 2**30
 MACHINE = 64 * GIB
@@ -156,3 +159,90 @@ def test_this_machine():
     found = detect()
     assert found.cores >= 1
     assert 0 < found.available_bytes <= found.memory_bytes
+
+
+TWO = [Card(uuid="GPU-aaaa", name="first"), Card(uuid="GPU-abbb", name="second", used=3 * GIB, capability=(7, 5))]
+
+
+def names(visible: str | None, cards: list[Card] | None = None) -> list[str]:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    return [gpu.name for gpu in look(environment, FakeNvml(cards or TWO)).gpus]
+
+
+def test_gpus_are_seen_with_what_they_hold_and_can():
+    library = FakeNvml(TWO, cuda=12040)
+    found = look({}, library)
+    assert [gpu.name for gpu in found.gpus] == ["first", "second"]
+    assert (found.gpus[1].used_bytes, found.gpus[1].free_bytes) == (3 * GIB, 137 * GIB)
+    assert (found.gpus[1].capability, found.cuda, found.version) == ((7, 5), (12, 4), "580.82.07")
+    assert found.problem is None
+    assert not library.open
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        (None, ["first", "second"]),
+        ("1,0", ["second", "first"]),
+        ("1", ["second"]),
+        (" 0 , 1 ", ["first", "second"]),
+        ("GPU-ab", ["second"]),
+        ("GPU-abbb,0", ["second", "first"]),
+        ("GPU-a", []),
+        ("0,7,1", ["first"]),
+        ("0,0", []),
+        ("-1", []),
+        ("", []),
+        ("all", []),
+    ],
+)
+def test_what_cuda_would_show_of_them(visible, seen):
+    assert names(visible) == seen
+    if not seen:
+        problem = look({"CUDA_VISIBLE_DEVICES": visible}, FakeNvml(TWO)).problem
+        assert problem is not None and "CUDA_VISIBLE_DEVICES" in problem and "2 cards" in problem
+
+
+def test_a_slice_of_a_card_has_its_own_memory_and_the_capability_of_the_whole():
+    cards = [Card(), Card(uuid="MIG-1", name="H200 MIG 1g.18gb", total=16 * GIB, whole="GPU-aaaa")]
+    (gpu,) = look({"CUDA_VISIBLE_DEVICES": "MIG-1"}, FakeNvml(cards)).gpus
+    assert (gpu.total_bytes, gpu.capability) == (16 * GIB, (9, 0))
+    assert names("MIG-2", cards) == []
+
+
+def test_a_driver_that_does_not_answer_is_no_gpu_with_the_reason():
+    found = look({}, FakeNvml(init=9))
+    assert found.gpus == () and found.problem is not None and "Driver Not Loaded (9)" in found.problem
+    assert "no card" in (look({}, FakeNvml([])).problem or "")
+
+    class Ancient:
+        def nvmlInit(self) -> int:
+            return 0
+
+    assert "too old" in (look({}, Ancient()).problem or "")
+
+
+def test_a_lost_card_hides_those_behind_it():
+    found = look({}, FakeNvml([Card(), Card(lost=True), Card()]))
+    assert len(found.gpus) == 1
+    assert found.problem is not None and "GPU is lost" in found.problem
+
+
+def test_where_only_cuda_is_there_it_is_asked():
+    found = look_through_cuda(FakeCuda())
+    assert [(gpu.name, gpu.total_bytes, gpu.capability) for gpu in found.gpus] == [("Some GPU", 24 * GIB, (8, 9))]
+    assert found.cuda == (12, 8)
+    assert "error 803" in (look_through_cuda(FakeCuda(init=803)).problem or "")
+
+
+def test_gpus_are_part_of_the_machine(machine):
+    found = detect(machine.cgroup, machine.proc, look({}, FakeNvml(TWO)))
+    assert [gpu.name for gpu in found.gpus] == ["first", "second"]
+    assert found.driver_cuda == (13, 0)
+    assert machine.detect().gpu_problem or machine.detect().gpus
+
+
+def test_which_cuda_torch_was_built_for_is_known_without_importing_it():
+    import torch
+
+    assert torch_cuda() == torch.version.cuda

@@ -96,7 +96,7 @@ class TestChoosingExperts:
     def route(self, logits: list[float], bias: list[float] | None = None, **changes) -> dict[int, float]:
         spec = MoeSpec(len(logits), 2, 1, "silu", "gate", ("gate", "up"), "down", **changes)
         moe = Moe(spec, "layer", len(logits), Placement(torch.float32, torch.device("cpu")))
-        moe.router.weight.copy_(torch.eye(len(logits)))
+        moe.router.copy_(torch.eye(len(logits)))
         if moe.choice_bias is not None:
             moe.choice_bias.copy_(torch.tensor(bias))
         experts, weights = moe._route(torch.tensor([logits]))

@@ -110,8 +110,7 @@ from tidemill.weights.location import locate
 told = []
 try:
     if sys.argv[3] == "no weights":
-        from tidemill.weights.hub import fetch_without_weights
-        files = fetch_without_weights(sys.argv[1], json.loads(sys.argv[2]))
+        files = locate(sys.argv[1], revision=json.loads(sys.argv[2]), weights=False)
     else:
         files = locate(sys.argv[1], revision=json.loads(sys.argv[2]), on_progress=lambda *step: told.append(step))
     found = sorted(str(p.relative_to(files.path)) for p in files.path.rglob("*") if p.is_file())

@@ -8,32 +8,55 @@ succeed is refused here, with what would fit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from tidemill.core.block_groups import pages_for
+from tidemill.device_choice import Device, choose_device
 from tidemill.errors import ConfigError, OutOfMemory
 from tidemill.hardware import Hardware
 from tidemill.layers.cache_layout import plain_numbers_per_token
+from tidemill.memory_parts import (
+    CUDA_BYTES,
+    RUNTIME_BYTES,
+    Load,
+    Offload,
+    activations,
+    cache_bytes_per_token,
+    gpu_parts,
+    plan_offload,
+)
+from tidemill.memory_plan import Cache, Plan, Wishes, cpu_budget, gpu_budget, make_plan
+from tidemill.models.count import WeightCount
 from tidemill.models.shape import ModelShape
+from tidemill.precision import DTYPE_BYTES, QUANTISED_CACHES, choose_cache_dtype, choose_dtype, choose_quantization
+from tidemill.quant.scheme import Scheme, supports
 
 GIB = 2**30
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-DTYPE_SPELLINGS = {"float": "float32", "half": "float16"}
+LOAD_FORMATS = ("auto", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 _TYPES: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "bool": bool, "float": (int, float)}
+MOST_ROW_TOKENS = 2**30
+"""Tokens of all rows on a GPU, whose places are counted in 32 bits, block tables included."""
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-DEFAULT_BLOCK_SIZE = 16
-MIN_BLOCKS = 2
-"""Of every group of layers: one for a prompt and one for an answer."""
-DEFAULT_CACHE_BYTES = 4 * GIB
-GATHERED_TOKENS = 32768
-"""Most tokens of keys and values that attention copies together out of the cache, see `layers/attention.py`."""
-SCORES_BY_HAND = 2**21
-"""Most scores that attention holds at a time where it computes them itself, see `ops/reference.py`."""
-RUNTIME_BYTES = 400 * 2**20
-"""What Python, torch and its thread pools hold before any model: measured 300 to 400 MB."""
+SMALL_CARD_BYTES = 20 * GIB
+MOST_GRAPH_ROWS = 512
+"""Beyond, a step computes longer than it takes to launch."""
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    """What a device likes."""
+
+    block_size: int
+    max_num_seqs: int
+    batched_tokens: int
+    batched_why: str
+
+
+CPU_DEFAULTS = _Defaults(16, 64, 512, "full speed on a CPU, short steps")
+GPU_DEFAULTS = _Defaults(64, 256, 8192, "full speed on a GPU, short steps")
+SMALL_GPU_DEFAULTS = _Defaults(64, 256, 2048, "a small card: more would take memory from the cache")
 
 
 def log_level() -> str:
@@ -73,6 +96,11 @@ class EngineArgs:
     seed: int = 0
     threads: int | None = None
     device: str = "auto"
+    enforce_eager: bool | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    cpu_offload_gb: float = 0.0
+    load_format: str = "auto"
 
     def __post_init__(self) -> None:
         """Python callers can pass anything, and 'no' must not mean yes."""
@@ -123,6 +151,22 @@ class EngineConfig:
 
     cache_saving: float = 1.0
     """How many times more requests of full length fit than in a cache without windows and compression."""
+    device_index: int = 0
+    """Which card, as CUDA numbers them for this process."""
+    device_name: str = ""
+    enforce_eager: bool = True
+    """No captured graphs."""
+    graph_sizes: list[int] = field(default_factory=list)
+    """Numbers of decoding rows for which a step is captured; empty: none is."""
+    quantization: str | None = None
+    """What the weights are packed into while loading: a name of `quant/scheme.py`."""
+    kv_cache_dtype: str = "auto"
+    """The dtype's own name, or fp8 or int8: then with scales."""
+    offload_layers: int = 0
+    """So many of the last layers stay in host memory and pass through the device."""
+    load_format: str = "auto"
+    plan: dict[str, int] = field(default_factory=dict)
+    """Bytes of the device by part, as planned; with the cache they make up what is used."""
 
     @property
     def full_length_requests(self) -> float:
@@ -149,43 +193,54 @@ class ModelFacts:
     num_parameters: int
     stored_dtype: str
     eos_ids: tuple[int, ...]
+    count: WeightCount | None = None
+    """What a native model holds, by part."""
 
 
 def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineConfig:
     why: dict[str, str] = {}
     shape = facts.shape
     why["model_impl"] = facts.impl_why
-    device = _device(args, why)
-    dtype = _dtype(args, facts, hardware, why)
-    block_size = _positive("block_size", args.block_size, DEFAULT_BLOCK_SIZE, why, "default")
-    max_num_seqs = _positive("max_num_seqs", args.max_num_seqs, 64, why, "default on a CPU")
+    device = choose_device(args.device, hardware)
+    why["device"] = device.why
+    dtype, why["dtype"] = choose_dtype(args.dtype, facts.stored_dtype, device, hardware)
+    scheme, why["quantization"] = choose_quantization(
+        args.quantization, facts.stored_dtype, device, native=facts.impl == "native", origin=facts.origin
+    )
+    if scheme is not None and facts.count is not None:
+        why["quantization"] += f"; {facts.count.packed_share(scheme):.0%} of the weights are packed"
+    cache_dtype, why["kv_cache_dtype"] = choose_cache_dtype(args.kv_cache_dtype, dtype, device)
+    defaults = _defaults(device)
+    block_size = _positive("block_size", args.block_size, defaults.block_size, why, "default")
+    reason = f"default on a {'CPU' if device.gpu is None else 'GPU'}"
+    max_num_seqs = _positive("max_num_seqs", args.max_num_seqs, defaults.max_num_seqs, why, reason)
     threads = _positive("threads", args.threads, hardware.cores, why, hardware.cores_why)
-    reason = "the model's own limit"
-    if shape.longest_context > shape.max_position:
-        reason += f"; its rope scaling allows up to {shape.longest_context:,} with --max-model-len"
-    wanted_len = _positive("max_model_len", args.max_model_len, shape.max_position, why, reason)
-    if wanted_len < 2:
-        raise ConfigError(
-            f"max_model_len is {wanted_len}, it must be at least 2: one prompt token and one new one",
-            param="max_model_len",
-            fix="leave --max-model-len out for the longest that fits",
-        )
-    _check_length(shape, wanted_len)
-    _check_rest(args)
+    wanted_len = _wanted_length(args, shape, why)
+    _check_rest(args, facts)
     chunked = True if args.enable_chunked_prefill is None else args.enable_chunked_prefill
-    batched = _batched_tokens(args, chunked, wanted_len, max_num_seqs, why)
-    weight_bytes = facts.num_parameters * DTYPE_BYTES[dtype]
-    windows, per_block = shape.layout.windows, shape.layout.numbers_per_token * DTYPE_BYTES[dtype] * block_size
-    cache = _Cache(per_block, block_size, windows, batched)
-
-    def fit(planned: int, wanted: int) -> tuple[int, int, int]:
-        """Activations for steps over `planned` tokens of context, blocks beside them, and the context these hold."""
-        activation_bytes = activations(shape, batched, max_num_seqs, planned, DTYPE_BYTES[dtype])
-        room = _room(args, hardware, weight_bytes + activation_bytes)
-        num_blocks = _num_blocks(args, room, cache, wanted, max_num_seqs, why)
-        return activation_bytes, num_blocks, _fitting_length(args, wanted, num_blocks, room, cache, why)
-
-    activation_bytes, num_blocks, max_model_len = _longest_fit(args, fit, wanted_len, why)
+    batched = _batched_tokens(args, defaults, chunked, wanted_len, max_num_seqs, why)
+    graph_sizes = _graph_sizes(args, facts, device, min(max_num_seqs, batched), why)
+    offload = _offload(args, facts, device, DTYPE_BYTES[dtype], scheme, hardware, why)
+    quantised_cache = cache_dtype in QUANTISED_CACHES
+    per_token = cache_bytes_per_token(shape, 1 if quantised_cache else DTYPE_BYTES[dtype], scaled=quantised_cache)
+    cache = Cache(per_token * block_size, block_size, shape.layout.windows, batched)
+    load = Load(
+        shape,
+        batched,
+        max_num_seqs,
+        DTYPE_BYTES[dtype],
+        block_size,
+        graph_sizes,
+        _scratch(facts, scheme, device, DTYPE_BYTES[dtype]),
+    )
+    weight_bytes = _weight_bytes(facts, DTYPE_BYTES[dtype], scheme) - offload.host_bytes
+    plan = _plan(args, device, hardware, load, weight_bytes, offload, cache, wanted_len, why)
+    if device.gpu is not None and (max_num_seqs + 1) * (plan.max_model_len + 1) >= MOST_ROW_TOKENS:
+        raise ConfigError(
+            f"{max_num_seqs} sequences of {plan.max_model_len:,} tokens are more than the GPU's tables count",
+            param="max_num_seqs",
+            fix=f"--max-num-seqs {MOST_ROW_TOKENS // (plan.max_model_len + 1) // 2}",
+        )
     return EngineConfig(
         model_path=facts.path,
         model_kind=facts.kind,
@@ -193,14 +248,14 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         model_impl=facts.impl,
         trust_remote_code=args.trust_remote_code,
         check_weights=args.check_weights,
-        device=device,
+        device=device.kind,
         dtype=dtype,
         threads=threads,
-        max_model_len=max_model_len,
+        max_model_len=plan.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         block_size=block_size,
-        num_blocks=num_blocks,
+        num_blocks=plan.num_blocks,
         enable_prefix_caching=True if args.enable_prefix_caching is None else args.enable_prefix_caching,
         enable_chunked_prefill=chunked,
         scheduling_policy=args.scheduling_policy,
@@ -209,73 +264,164 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         vocab_size=shape.vocab_size,
         eos_ids=[token for token in facts.eos_ids if 0 <= token < shape.vocab_size],
         weight_bytes=weight_bytes,
-        kv_bytes=num_blocks * per_block,
-        activation_bytes=activation_bytes,
-        block_windows=list(windows),
-        cache_saving=_saving(shape, cache, max_model_len, DTYPE_BYTES[dtype], why),
+        kv_bytes=plan.num_blocks * cache.per_block,
+        activation_bytes=plan.parts["activations"],
+        block_windows=list(shape.layout.windows),
+        cache_saving=_saving(shape, cache, plan.max_model_len, DTYPE_BYTES[dtype], cache_dtype, why),
         why=why,
+        device_index=device.index,
+        device_name=hardware.cpu_name if device.gpu is None else device.gpu.name,
+        enforce_eager=not graph_sizes,
+        graph_sizes=graph_sizes,
+        quantization=None if scheme is None else scheme.name,
+        kv_cache_dtype=cache_dtype,
+        offload_layers=offload.layers,
+        load_format=args.load_format,
+        plan=plan.parts,
     )
 
 
-def _longest_fit(
-    args: EngineArgs, fit: Callable[[int, int], tuple[int, int, int]], wanted: int, why: dict[str, str]
-) -> tuple[int, int, int]:
-    """A longer context needs larger masks and tables beside the cache. One that nobody asked for is tried at a moderate
-    length first, so that it is shortened rather than refused."""
-    if args.max_model_len is not None:
-        return fit(wanted, wanted)
-    moderate = min(wanted, GATHERED_TOKENS)
-    found = fit(moderate, wanted)
-    if found[2] <= moderate:
-        return found
-    try:
-        return fit(found[2], wanted)
-    except OutOfMemory:
-        why["max_model_len"] = f"the masks and tables of longer contexts do not fit (the model allows {wanted})"
-        return fit(moderate, moderate)
+def _plan(
+    args: EngineArgs,
+    device: Device,
+    hardware: Hardware,
+    load: Load,
+    weight_bytes: int,
+    offload: Offload,
+    cache: Cache,
+    wanted_len: int,
+    why: dict[str, str],
+) -> Plan:
+    wishes = Wishes(
+        args.max_model_len, args.gpu_memory_utilization, args.kv_cache_memory_bytes, args.num_gpu_blocks_override
+    )
+
+    def on_cpu(length: int) -> dict[str, int]:
+        needed = activations(load.shape, load.tokens, load.rows, length, load.element_size) + load.scratch
+        return {"weights": weight_bytes, "activations": needed, "runtime": RUNTIME_BYTES}
+
+    def on_gpu(length: int) -> dict[str, int]:
+        fixed = {"weights": weight_bytes, "offload staging": offload.staging_bytes, "CUDA": CUDA_BYTES}
+        # The cache has one page more than it hands out.
+        return {**fixed, **gpu_parts(load, length), "padding": cache.per_block}
+
+    if device.gpu is None:
+        return make_plan(wishes, cpu_budget(wishes, hardware), on_cpu, cache, load.rows, wanted_len, why)
+    return make_plan(wishes, gpu_budget(wishes, device.gpu, hardware.gpus), on_gpu, cache, load.rows, wanted_len, why)
 
 
-def activations(shape: ModelShape, tokens: int, rows: int, length: int, element_size: int) -> int:
-    """Peak of a step beside weights and cache: the widest layer's tensors for every token, the rows' logits, what
-    attention gathers (one group's keys and values, and a chunk's mask over the whole context), and rotary tables."""
-    layer = element_size * tokens * (3 * shape.hidden_size + shape.widest_layer)
-    logits = 4 * 4 * min(rows, tokens) * shape.vocab_size
-    gathered = max(length, min(GATHERED_TOKENS, rows * length))
-    keys_values = element_size * gathered * max(cache.kv_heads * 2 * cache.key_dim for cache in shape.caches)
-    masks = (element_size + 1) * tokens * length * len(set(shape.layout.windows))
-    scores = 3 * 4 * SCORES_BY_HAND if shape.scores_by_hand else 0
-    return layer + logits + keys_values + masks + scores + 4 * shape.rope_width * length
+def _weight_bytes(facts: ModelFacts, element_size: int, scheme: Scheme | None) -> int:
+    if facts.count is None:
+        return facts.num_parameters * element_size
+    return facts.count.nbytes(element_size, scheme)
 
 
-def _device(args: EngineArgs, why: dict[str, str]) -> str:
-    if args.device not in ("auto", "cpu"):
+def _scratch(facts: ModelFacts, scheme: Scheme | None, device: Device, element_size: int) -> int:
+    """Packed matrices are unpacked one at a time where a step has many tokens; on a CPU always, by way of integers.
+    fp8 goes by way of float32 where it is not multiplied as it is."""
+    if scheme is None or facts.count is None:
+        return 0
+    if device.gpu is None:
+        return facts.count.largest_matrix * 12
+    widened = scheme.kind == "fp8" and (element_size == 4 or supports(scheme, device.gpu.capability) is not None)
+    return facts.count.largest_matrix * (8 if widened else element_size)
+
+
+def _defaults(device: Device) -> _Defaults:
+    if device.gpu is None:
+        return CPU_DEFAULTS
+    return SMALL_GPU_DEFAULTS if device.gpu.total_bytes < SMALL_CARD_BYTES else GPU_DEFAULTS
+
+
+def _wanted_length(args: EngineArgs, shape: ModelShape, why: dict[str, str]) -> int:
+    reason = "the model's own limit"
+    if shape.longest_context > shape.max_position:
+        reason += f"; its rope scaling allows up to {shape.longest_context:,} with --max-model-len"
+    wanted = _positive("max_model_len", args.max_model_len, shape.max_position, why, reason)
+    if wanted < 2:
         raise ConfigError(
-            f"device {args.device!r} is not available in this build", param="device", fix="use --device cpu"
+            f"max_model_len is {wanted}, it must be at least 2: one prompt token and one new one",
+            param="max_model_len",
+            fix="leave --max-model-len out for the longest that fits",
         )
-    why["device"] = "asked for" if args.device == "cpu" else "the CPU is the device this build runs on"
-    return "cpu"
+    if wanted > shape.longest_context:
+        raise ConfigError(
+            f"max_model_len {wanted} is more than the {shape.longest_context} positions the model was made for",
+            param="max_model_len",
+            cause="its config says so; beyond it the answers turn to noise",
+            fix=f"--max-model-len {shape.longest_context}",
+        )
+    return wanted
 
 
-def _dtype(args: EngineArgs, facts: ModelFacts, hardware: Hardware, why: dict[str, str]) -> str:
-    asked = DTYPE_SPELLINGS.get(args.dtype, args.dtype)
-    if asked in DTYPE_BYTES:
-        if asked == "float16":
-            raise ConfigError("float16 has no CPU kernels worth using", param="dtype", fix="use --dtype float32")
-        why["dtype"] = "asked for"
-        if asked == "bfloat16" and not hardware.fast_bf16:
-            why["dtype"] = "asked for, but this CPU has no bfloat16 instructions: expect it to be slow"
-        return asked
-    if asked != "auto":
-        names = ", ".join(["auto", *DTYPE_BYTES, *DTYPE_SPELLINGS])
-        raise ConfigError(f"dtype {args.dtype!r} is unknown", param="dtype", fix=f"use one of {names}")
-    if not hardware.fast_bf16:
-        why["dtype"] = "this CPU has no bfloat16 instructions"
-        return "float32"
-    if facts.stored_dtype == "F32":
-        why["dtype"] = "as stored"
-        return "float32"
-    why["dtype"] = f"this CPU multiplies bfloat16 in hardware; stored as {facts.stored_dtype}"
-    return "bfloat16"
+def _graph_sizes(args: EngineArgs, facts: ModelFacts, device: Device, most: int, why: dict[str, str]) -> list[int]:
+    if device.gpu is None:
+        why["graph_sizes"] = "graphs are for GPUs"
+    elif args.enforce_eager:
+        why["graph_sizes"] = "--enforce-eager as asked for"
+    elif facts.impl == "transformers":
+        why["graph_sizes"] = "transformers' own code is not captured"
+    elif args.cpu_offload_gb > 0:
+        why["graph_sizes"] = "layers that pass through the device are not captured (--cpu-offload-gb)"
+    else:
+        why["graph_sizes"] = "decoding steps are captured once and replayed"
+        most = min(most, MOST_GRAPH_ROWS)
+        sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MOST_GRAPH_ROWS + 1, 32)]
+        return sorted({size for size in sizes if size < most} | {most})
+    if args.enforce_eager is False:
+        raise ConfigError(
+            "enforce_eager is off, but this start can use no graphs",
+            param="enforce_eager",
+            cause=why["graph_sizes"],
+            fix="leave --no-enforce-eager out",
+        )
+    return []
+
+
+def _offload(
+    args: EngineArgs,
+    facts: ModelFacts,
+    device: Device,
+    element_size: int,
+    scheme: Scheme | None,
+    hardware: Hardware,
+    why: dict[str, str],
+) -> Offload:
+    asked = args.cpu_offload_gb
+    if not 0 <= asked < float("inf"):
+        raise ConfigError(
+            f"cpu_offload_gb must be 0 or more GiB, got {asked}", param="cpu_offload_gb", fix="--cpu-offload-gb 4"
+        )
+    if asked == 0:
+        return Offload()
+    if device.gpu is None or facts.count is None:
+        cause = (
+            f"on a CPU there is no other memory to use, and this runs on one: {device.why}"
+            if device.gpu is None
+            else "a model that runs through transformers' own code keeps its layers itself"
+        )
+        raise ConfigError(
+            f"cpu_offload_gb is {asked:g}, which cannot be followed",
+            param="cpu_offload_gb",
+            cause=cause,
+            fix="leave --cpu-offload-gb out",
+        )
+    layers = [layer.nbytes(element_size, scheme) for layer in facts.count.layers]
+    offload = plan_offload(layers, int(asked * GIB))
+    if offload.host_bytes > hardware.available_bytes - RUNTIME_BYTES:
+        raise OutOfMemory(
+            f"cpu_offload_gb: {offload.layers} layers of {offload.host_bytes / GIB:.2f} GiB do not fit in host memory",
+            param="cpu_offload_gb",
+            cause=f"{hardware.available_bytes / GIB:.2f} GiB are available ({hardware.memory_why})",
+            fix=f"--cpu-offload-gb {max(0, hardware.available_bytes - RUNTIME_BYTES - offload.staging_bytes) // GIB}",
+        )
+    why["offload_layers"] = f"the card holds {offload.freed_bytes / GIB:.2f} GiB less, as asked for"
+    if offload.freed_bytes < int(asked * GIB):
+        why["offload_layers"] = (
+            f"{asked:g} GiB were asked for; with all layers in host memory and two of them passing through, the card "
+            f"holds {max(0, offload.freed_bytes) / GIB:.2f} GiB less"
+        )
+    return offload
 
 
 def _positive(name: str, given: int | None, default: int, why: dict[str, str], reason: str) -> int:
@@ -287,17 +433,7 @@ def _positive(name: str, given: int | None, default: int, why: dict[str, str], r
     return value
 
 
-def _check_length(shape: ModelShape, wanted: int) -> None:
-    if wanted > shape.longest_context:
-        raise ConfigError(
-            f"max_model_len {wanted} is more than the {shape.longest_context} positions the model was made for",
-            param="max_model_len",
-            cause="its config says so; beyond it the answers turn to noise",
-            fix=f"--max-model-len {shape.longest_context}",
-        )
-
-
-def _check_rest(args: EngineArgs) -> None:
+def _check_rest(args: EngineArgs, facts: ModelFacts) -> None:
     if args.scheduling_policy not in SCHEDULING_POLICIES:
         raise ConfigError(
             f"scheduling_policy {args.scheduling_policy!r} is unknown",
@@ -306,13 +442,40 @@ def _check_rest(args: EngineArgs) -> None:
         )
     if not -(2**63) <= args.seed < 2**63:
         raise ConfigError(f"seed {args.seed} is not a 64-bit integer", param="seed", fix="--seed 0")
+    check_load_format(args.load_format)
+    if args.load_format == "dummy" and facts.impl != "native":
+        raise ConfigError(
+            "load_format dummy needs a native model",
+            param="load_format",
+            cause="transformers' own code loads its weights itself",
+            fix="leave --load-format out",
+        )
+    if args.load_format == "dummy" and args.check_weights:
+        raise ConfigError(
+            "check_weights has nothing to check",
+            param="check_weights",
+            cause="load_format dummy reads no weights",
+            fix="leave --check-weights out",
+        )
 
 
-def _batched_tokens(args: EngineArgs, chunked: bool, length: int, rows: int, why: dict[str, str]) -> int:
-    # 512 rows already run at the CPU's full matrix rate; more would only delay the others' next token.
-    default, reason = (
-        (max(512, rows), "full speed on a CPU, short steps") if chunked else (length, "no chunked prefill")
-    )
+def check_load_format(name: str) -> None:
+    if name not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format {name!r} is unknown",
+            param="load_format",
+            cause="how weights are stored is seen from their files",
+            fix=f"use one of {', '.join(LOAD_FORMATS)}",
+        )
+
+
+def _batched_tokens(
+    args: EngineArgs, defaults: _Defaults, chunked: bool, length: int, rows: int, why: dict[str, str]
+) -> int:
+    # So many already run at a device's full matrix rate; more would only delay the others' next token.
+    default, reason = (max(defaults.batched_tokens, rows), defaults.batched_why)
+    if not chunked:
+        default, reason = max(length, rows), "no chunked prefill"
     value = _positive("max_num_batched_tokens", args.max_num_batched_tokens, default, why, reason)
     if not chunked and value < length:
         raise ConfigError(
@@ -324,60 +487,9 @@ def _batched_tokens(args: EngineArgs, chunked: bool, length: int, rows: int, why
     return value
 
 
-@dataclass(frozen=True)
-class _Room:
-    """What is left for the KV cache, and how that was reckoned."""
-
-    free: int
-    share: str
-    story: str
-
-
-def _room(args: EngineArgs, hardware: Hardware, fixed_bytes: int) -> _Room:
-    utilization = 0.9 if args.gpu_memory_utilization is None else args.gpu_memory_utilization
-    if not 0.0 < utilization <= 1.0:
-        raise ConfigError(
-            f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}",
-            param="gpu_memory_utilization",
-            fix="--gpu-memory-utilization 0.9",
-        )
-    free = int(hardware.available_bytes * utilization) - fixed_bytes - RUNTIME_BYTES
-    return _Room(
-        free,
-        f"{utilization:.0%} of {hardware.memory_why}, less weights and activations",
-        f"{hardware.available_bytes / GIB:.2f} GiB available ({hardware.memory_why}), {utilization:.0%} of it usable; "
-        f"weights and activations take {fixed_bytes / GIB:.2f} GiB, the runtime {RUNTIME_BYTES / GIB:.2f}; "
-        f"{max(0, free) / GIB:.2f} GiB are left for the KV cache",
-    )
-
-
-@dataclass(frozen=True)
-class _Cache:
-    """How a request's length turns into blocks and bytes."""
-
-    per_block: int
-    block_size: int
-    windows: tuple[int | None, ...]
-    budget: int
-
-    @property
-    def fewest(self) -> int:
-        return MIN_BLOCKS * len(self.windows)
-
-    def blocks(self, length: int) -> int:
-        """Most blocks that a request of this length holds at a time."""
-        return pages_for(length, self.block_size, self.windows, self.budget)
-
-    def longest(self, num_blocks: int, limit: int) -> int:
-        """The longest request that so many blocks hold, at most `limit` tokens; 0 if none."""
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.blocks(middle) <= num_blocks else (low, middle - 1)
-        return low
-
-
-def _saving(shape: ModelShape, cache: _Cache, length: int, element_size: int, why: dict[str, str]) -> float:
+def _saving(
+    shape: ModelShape, cache: Cache, length: int, element_size: int, cache_dtype: str, why: dict[str, str]
+) -> float:
     plain = plain_numbers_per_token(shape.caches) * element_size * -(-length // cache.block_size) * cache.block_size
     saving = plain / (cache.blocks(length) * cache.per_block)
     compressed = any(layer.uncompressed for layer in shape.caches)
@@ -388,93 +500,6 @@ def _saving(shape: ModelShape, cache: _Cache, length: int, element_size: int, wh
         why["cache_saving"] = f"{count} of {len(shape.caches)} layers keep only their window of {reach} tokens"
     elif compressed:
         why["cache_saving"] = "keys and values are kept compressed"
+    if cache_dtype in QUANTISED_CACHES:
+        why["cache_saving"] = "; ".join(filter(None, (why.get("cache_saving"), f"numbers are kept as {cache_dtype}")))
     return saving
-
-
-def _num_blocks(args: EngineArgs, room: _Room, cache: _Cache, length: int, rows: int, why: dict[str, str]) -> int:
-    per_block = cache.per_block
-    if room.free < per_block * cache.fewest:
-        raise OutOfMemory(
-            "the model does not fit in memory",
-            cause=room.story,
-            fix="use a smaller model, --dtype bfloat16, a smaller --max-num-seqs or --max-num-batched-tokens, or a "
-            "machine with more memory",
-        )
-    asked = _asked_blocks(args, cache)
-    if asked is not None:
-        name, number, why["num_blocks"] = asked
-        if number * per_block > room.free:
-            most = room.free if name == "kv_cache_memory_bytes" else room.free // per_block
-            raise OutOfMemory(
-                f"{name}: a KV cache of {number * per_block / GIB:.2f} GiB does not fit",
-                param=name,
-                cause=room.story,
-                fix=f"--{name.replace('_', '-')} {most}",
-            )
-        return number
-    one = cache.blocks(length) * per_block
-    cap = DEFAULT_CACHE_BYTES if args.gpu_memory_utilization is None else room.free
-    budget = min(room.free, one * rows, max(cap, one))
-    if budget == room.free:
-        why["num_blocks"] = room.share
-    elif budget == one * rows:
-        why["num_blocks"] = "every seat at full length"
-    else:
-        why["num_blocks"] = "4 GiB unless --gpu-memory-utilization or --kv-cache-memory-bytes says otherwise"
-    return max(cache.fewest, budget // per_block)
-
-
-def _asked_blocks(args: EngineArgs, cache: _Cache) -> tuple[str, int, str] | None:
-    """The field that says how large the cache is, the blocks it asks for and the reason to tell; None if none does."""
-    number, nbytes, per_block = args.num_gpu_blocks_override, args.kv_cache_memory_bytes, cache.per_block
-    if number is not None and nbytes is not None:
-        raise ConfigError(
-            "num_gpu_blocks_override and kv_cache_memory_bytes both say how large the KV cache is",
-            param="num_gpu_blocks_override",
-            fix="leave --num-gpu-blocks-override out",
-        )
-    if number is not None:
-        if number < 1:
-            raise ConfigError(
-                f"num_gpu_blocks_override must be at least 1, got {number}",
-                param="num_gpu_blocks_override",
-                fix="leave --num-gpu-blocks-override out",
-            )
-        return "num_gpu_blocks_override", number, "asked for"
-    if nbytes is not None:
-        if nbytes < per_block * cache.fewest:
-            raise ConfigError(
-                f"kv_cache_memory_bytes is {nbytes}, which holds no {cache.fewest} blocks of {per_block} bytes",
-                param="kv_cache_memory_bytes",
-                fix=f"--kv-cache-memory-bytes {per_block * cache.fewest} or more",
-            )
-        return "kv_cache_memory_bytes", nbytes // per_block, "kv_cache_memory_bytes as asked"
-    return None
-
-
-def _fitting_length(
-    args: EngineArgs, wanted: int, num_blocks: int, room: _Room, cache: _Cache, why: dict[str, str]
-) -> int:
-    """The length asked for, or the longest the cache holds where nobody asked for one."""
-    holds = cache.longest(num_blocks, wanted)
-    if holds >= wanted:
-        return wanted
-    if args.max_model_len is not None:
-        needed = cache.blocks(wanted) * cache.per_block
-        larger = ""
-        if needed <= room.free:
-            larger = f", or --kv-cache-memory-bytes {needed}"
-        raise OutOfMemory(
-            f"max_model_len {wanted} does not fit: the KV cache holds {holds} tokens",
-            param="max_model_len",
-            cause=f"one request of that length needs {needed / GIB:.2f} GiB of cache; {why['num_blocks']}",
-            fix=f"--max-model-len {holds}{larger}",
-        )
-    if holds < 2:
-        raise ConfigError(
-            f"a KV cache of {num_blocks} blocks of {cache.block_size} tokens holds no prompt and answer",
-            param="num_gpu_blocks_override",
-            fix=f"--num-gpu-blocks-override {cache.blocks(wanted)} or more",
-        )
-    why["max_model_len"] = f"the longest that fits the cache (the model allows {wanted})"
-    return holds

@@ -1,6 +1,7 @@
-"""What this machine has, as this process may use it: cores, memory and CPU features, seen through cgroups.
+"""What this machine has, as this process may use it: cores, memory and CPU features seen through cgroups, and GPUs.
 
-A container's limits count, not the host's numbers. Reads files only; imports nothing heavy.
+A container's limits count, not the host's numbers. Reads files and asks the driver; imports nothing heavy, so which
+CUDA torch was built for is read from its files.
 """
 
 from __future__ import annotations
@@ -8,8 +9,12 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+from tidemill.nvidia import Driver, Gpu, look
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -25,6 +30,14 @@ class Hardware:
     memory_why: str
     cpu_name: str
     cpu_features: frozenset[str]
+    gpus: tuple[Gpu, ...] = ()
+    """As CUDA numbers them for this process."""
+    gpu_problem: str | None = None
+    """Why there are none, or not all."""
+    driver_cuda: tuple[int, int] | None = None
+    """The newest CUDA the driver runs."""
+    torch_cuda: str | None = None
+    """The CUDA torch was built for; None: it runs on CPUs only."""
 
     @property
     def fast_bf16(self) -> bool:
@@ -32,11 +45,35 @@ class Hardware:
         return bool(self.cpu_features & {"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 
 
-def detect(root: Path = CGROUP, proc: Path = Path("/proc")) -> Hardware:
+def detect(root: Path = CGROUP, proc: Path = Path("/proc"), driver: Driver | None = None) -> Hardware:
+    """`driver`: what was seen of the GPUs, where somebody has looked already."""
     cores, cores_why = _cores(root, proc)
     total, available, memory_why = _memory(root, proc)
     name, features = _cpu(proc)
-    return Hardware(cores, cores_why, total, available, memory_why, name, features)
+    driver = look(os.environ) if driver is None else driver
+    return Hardware(
+        cores,
+        cores_why,
+        total,
+        available,
+        memory_why,
+        name,
+        features,
+        gpus=driver.gpus,
+        gpu_problem=driver.problem,
+        driver_cuda=driver.cuda,
+        torch_cuda=torch_cuda(),
+    )
+
+
+def torch_cuda() -> str | None:
+    """Importing torch takes seconds, so its own note of how it was built is read as text."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    text = _read(Path(found.origin).with_name("version.py")) or ""
+    version = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return version[1] if version else None
 
 
 def _cores(root: Path, proc: Path) -> tuple[int, str]:

@@ -31,6 +31,9 @@ def write_checkpoint(folder: Path, family: str, shard_size: str = "5GB", **confi
 def write_model(folder: Path, model: Any, shard_size: str = "5GB") -> Any:
     """Save a model with random norms and biases, which transformers would leave at ones and zeros."""
     model = model.float().eval()
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        # Other implementations of attention than this one ignore the cap, depending on transformers' release.
+        model.set_attn_implementation("eager")
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if name.endswith(("norm.weight", "layernorm.weight")) or (tensor.dim() == 1 and name.endswith("weight")):
@@ -57,7 +60,7 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     """transformers' own generation, from a fresh rotary state so that earlier calls cannot change the frequencies."""
     reset_rope(model)
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     # Without a mask, generate would guess one from the padding token and hide its occurrences in the prompt.
     tokens = model.generate(
         ids,

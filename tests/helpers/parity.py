@@ -14,6 +14,9 @@ from tidemill.config import EngineArgs
 from tidemill.core.block_groups import pages_for
 from tidemill.engine.prepare import prepare
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where engines run here unless told otherwise: references run on the same one."""
+
 Reference = Callable[[torch.Tensor], torch.Tensor]
 """Token ids [1, length] -> logits [1, length, vocabulary]."""
 
@@ -28,8 +31,9 @@ def prompts_for(seed: int, vocab: int = 200) -> list[list[int]]:
 
 
 def reference_of(model: Any) -> Reference:
-    """A transformers model as a function, without its cache."""
-    return lambda ids: model(ids, use_cache=False).logits
+    """A transformers model as a function, without its cache, on the device the engine runs on."""
+    model.to(DEVICE)
+    return lambda ids: model(ids.to(DEVICE), use_cache=False).logits.cpu()
 
 
 @torch.no_grad()

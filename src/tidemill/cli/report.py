@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
+from tidemill.config import EngineConfig
 from tidemill.engine.messages import Ready
 from tidemill.engine.prepare import Prepared
 
@@ -18,8 +19,9 @@ def startup_report(
     config, why = prepared.config, prepared.config.why
     rows = [
         ("model", " ".join(names), config.model_path if config.model_origin in names else config.model_origin),
+        ("device", *_device(config)),
         ("dtype", config.dtype, why["dtype"]),
-        ("device", f"{config.device}, {config.threads} threads", f"{why['device']}; {why['threads']}"),
+        *_gpu_rows(config),
         ("context", f"{config.max_model_len:,} tokens", why["max_model_len"]),
         (
             "KV cache",
@@ -34,12 +36,7 @@ def startup_report(
         ),
         ("step", f"{config.max_num_batched_tokens:,} tokens", why["max_num_batched_tokens"]),
         ("scheduler", config.scheduling_policy, _scheduler_note(prepared)),
-        (
-            "memory",
-            f"{ready.resident_bytes / GIB:.2f} GiB now",
-            f"planned {config.weight_bytes / GIB:.2f} weights + {config.activation_bytes / GIB:.2f} activations, "
-            "the cache fills as it is used",
-        ),
+        ("memory", *_memory(config, ready)),
         ("chat", "yes" if prepared.chat_template else "no chat template", _chat_note(prepared)),
         ("loaded in", f"{ready.load_seconds:.1f} s", "from the start of the engine's imports to its first step"),
     ]
@@ -51,6 +48,41 @@ def startup_report(
     lines = [f"  {name:<11}{value:<{width}}  {reason}".rstrip() for name, value, reason in rows]
     curl = _curl(names[0], url, prepared, key_variable)
     return "\n".join(["", "tidemill is ready", *lines, "", f"  serving    {url}", "", curl, ""])
+
+
+def _device(config: EngineConfig) -> tuple[str, str]:
+    if config.device == "cpu":
+        return f"cpu, {config.threads} threads", f"{config.why['device']}; {config.why['threads']}"
+    return f"{config.device}:{config.device_index}, {config.device_name}", config.why["device"]
+
+
+def _gpu_rows(config: EngineConfig) -> list[tuple[str, str, str]]:
+    """What only some starts have."""
+    rows = []
+    if config.quantization is not None:
+        rows.append(("weights", config.quantization, config.why["quantization"]))
+    if config.kv_cache_dtype != config.dtype:
+        rows.append(("KV numbers", config.kv_cache_dtype, config.why["kv_cache_dtype"]))
+    if config.offload_layers:
+        rows.append(("offloaded", f"{config.offload_layers} layers", config.why["offload_layers"]))
+    if config.device == "cuda":
+        sizes = config.graph_sizes
+        value = f"{len(sizes)}, of 1 to {sizes[-1]} sequences" if sizes else "none"
+        rows.append(("graphs", value, config.why["graph_sizes"]))
+    if config.load_format == "dummy":
+        rows.append(("weights", "random", "--load-format dummy: answers mean nothing"))
+    return rows
+
+
+def _memory(config: EngineConfig, ready: Ready) -> tuple[str, str]:
+    """Measured, beside what was planned."""
+    parts = " + ".join(f"{size / GIB:.2f} {name}" for name, size in config.plan.items() if size)
+    if config.device == "cpu":
+        return f"{ready.resident_bytes / GIB:.2f} GiB now", f"planned {parts}, the cache fills as it is used"
+    held = f"{ready.device_bytes / GIB:.2f} GiB of the card now"
+    host = f"{ready.resident_bytes / GIB:.2f} GiB of host memory"
+    planned = (sum(config.plan.values()) + config.kv_bytes) / GIB
+    return held, f"planned {planned:.2f} at most: {parts} + {config.kv_bytes / GIB:.2f} KV cache; and {host}"
 
 
 def _scheduler_note(prepared: Prepared) -> str:

@@ -16,6 +16,7 @@ from tidemill.config import EngineConfig
 from tidemill.core.request import Request, Turn
 from tidemill.core.scheduler import Progress, Scheduler, SchedulerConfig
 from tidemill.core.step import Step, StepResult, TokenLogprob
+from tidemill.engine.cuda import context_lost, device_problem
 from tidemill.engine.messages import Add, SequenceOutput, Stats
 from tidemill.errors import InvalidRequest, TidemillError
 
@@ -122,6 +123,10 @@ class EngineCore:
             result = self._handles.popleft().result()
         except Exception as error:
             return self._fail(error)
+        except BaseException:
+            # Ctrl-C in the middle of a step: who goes on afterwards must not get its result for a later one's.
+            self._drop_steps()
+            raise
         self._steps += 1
         return [self._output(progress) for progress in self.scheduler.update(result) if _tells(progress)]
 
@@ -160,16 +165,20 @@ class EngineCore:
         return unseen
 
     def _fail(self, error: Exception) -> list[SequenceOutput]:
-        if not self.scheduler.num_in_flight:
-            # Not a step but the scheduler itself: going on would only fail the same way again.
+        if not self.scheduler.num_in_flight or context_lost(error):
+            # The scheduler itself, or a card that answers nothing more: going on would only fail the same way again.
             raise error
         logger.exception("a step failed; its requests end with this cause")
-        problem = error if isinstance(error, TidemillError) else _step_failure(error)
-        failed = [request for _ in range(self.scheduler.num_in_flight) for request in self.scheduler.fail_step()]
+        problem = error if isinstance(error, TidemillError) else device_problem(error) or _step_failure(error)
+        return [SequenceOutput(request.id, [], "error", problem=problem.as_dict()) for request in self._drop_steps()]
+
+    def _drop_steps(self) -> list[Request]:
+        """Nothing is in flight any more; the requests that were have ended."""
+        dropped = [request for _ in range(self.scheduler.num_in_flight) for request in self.scheduler.fail_step()]
         self._handles.clear()
-        for request in failed:
+        for request in dropped:
             self._num_scored.pop(request.id, None)
-        return [SequenceOutput(request.id, [], "error", problem=problem.as_dict()) for request in failed]
+        return dropped
 
 
 def _tells(progress: Progress) -> bool:

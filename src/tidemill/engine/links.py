@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from tidemill.engine.cuda import device_problem, missing_settings
 from tidemill.engine.messages import Failed, Progress, Ready, Start
 from tidemill.errors import EngineDead, TidemillError
 
@@ -77,6 +78,7 @@ class ProcessLink:
             stderr=asyncio.subprocess.PIPE,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
+            env={**os.environ, **missing_settings(os.environ)},
         )
         theirs.close()
         ours.setblocking(False)
@@ -163,7 +165,8 @@ class ThreadLink:
                 self._run(start, emit)
                 story = "the engine was closed"
             except BaseException as error:
-                problem = error if isinstance(error, TidemillError) else EngineDead(f"{type(error).__name__}: {error}")
+                problem = error if isinstance(error, TidemillError) else device_problem(error)
+                problem = problem or EngineDead(f"{type(error).__name__}: {error}")
                 emit(Failed(problem.as_dict()))
                 story = problem.message
             with contextlib.suppress(RuntimeError):
@@ -175,11 +178,11 @@ class ThreadLink:
     def _run(self, start: Start, emit: Callable[[Any], None]) -> None:
         from tidemill.engine.build import build_core
         from tidemill.engine.loop import run_loop
-        from tidemill.runtime.build import resident_bytes
+        from tidemill.runtime.build import device_bytes, resident_bytes
 
         began = time.perf_counter()
         core = build_core(start.config, lambda what, done, total: emit(Progress(what, done, total)))
-        emit(Ready(time.perf_counter() - began, resident_bytes()))
+        emit(Ready(time.perf_counter() - began, resident_bytes(), device_bytes()))
         run_loop(core, self, emit)
 
     def take(self, block: bool) -> list[Any] | None:

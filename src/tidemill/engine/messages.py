@@ -58,6 +58,8 @@ class Ready:
 
     load_seconds: float
     resident_bytes: int
+    device_bytes: int = 0
+    """What the engine's tensors hold of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)

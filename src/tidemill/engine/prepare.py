@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from tidemill.config import EngineArgs, EngineConfig, ModelFacts, resolve
+from tidemill.config import EngineArgs, EngineConfig, ModelFacts, check_load_format, resolve
 from tidemill.core.params import SamplingParams
 from tidemill.errors import BadCheckpoint, InvalidRequest
 from tidemill.hardware import Hardware, detect
 from tidemill.models.choice import choose
+from tidemill.models.count import count_weights
 from tidemill.models.names import stored_names, with_stored_head
-from tidemill.models.spec import DecoderSpec
 from tidemill.text.chat import ChatTemplate
 from tidemill.text.chat_files import load_chat_template
 from tidemill.text.tokenizer import Tokenizer, load_tokenizer
 from tidemill.text.vocabulary import check_vocabulary
-from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
+from tidemill.weights.checkpoint import Checkpoint
+from tidemill.weights.dummy import DummyCheckpoint, open_for
 from tidemill.weights.location import locate
 from tidemill.weights.quantised import refuse_quantised
 from tidemill.weights.renamed import RenamedCheckpoint
@@ -50,12 +51,14 @@ class Prepared:
 
 
 def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | None = None) -> Prepared:
-    files = locate(args.model, revision=args.revision, on_progress=on_progress)
-    checkpoint = open_checkpoint(files)
+    check_load_format(args.load_format)
+    wants_weights = args.load_format != "dummy"
+    files = locate(args.model, revision=args.revision, on_progress=on_progress, weights=wants_weights)
+    checkpoint = open_for(files, args.load_format)
     refuse_quantised(checkpoint)
     choice = choose(checkpoint.config, files.path, files.kind, args.model_impl, args.trust_remote_code, on_progress)
     spec = choice.spec
-    if spec is not None:
+    if spec is not None and checkpoint.tensors:
         if (names := stored_names(spec, checkpoint.tensors)) is not None:
             checkpoint = RenamedCheckpoint(checkpoint, names)
         spec = with_stored_head(spec, checkpoint.tensors)
@@ -66,6 +69,7 @@ def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | Non
         trust_remote_code=args.trust_remote_code,
     )
     hardware = detect()
+    count = None if spec is None else count_weights(spec)
     facts = ModelFacts(
         path=str(files.path.resolve()),
         kind=files.kind,
@@ -73,9 +77,10 @@ def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | Non
         shape=choice.shape,
         impl=choice.impl,
         impl_why=choice.why,
-        num_parameters=_num_parameters(checkpoint, spec),
+        num_parameters=_num_parameters(checkpoint) if count is None else count.numbers,
         stored_dtype=_stored_dtype(checkpoint),
         eos_ids=tuple(tokenizer.eos_ids),
+        count=count,
     )
     config = resolve(args, facts, hardware)
     template = load_chat_template([tokenizer.files, files], tokenizer.special_tokens_map, args.chat_template)
@@ -96,15 +101,16 @@ def _code_advice(args: EngineArgs) -> str:
     return "--trust-remote-code as asked for; pin what you have read with --revision COMMIT"
 
 
-def _num_parameters(checkpoint: Checkpoint, spec: DecoderSpec | None) -> int:
-    """Of what will be loaded: a head that is tied to the embedding may be stored all the same."""
-    tied = bool(checkpoint.config.get("tie_word_embeddings")) if spec is None else spec.tie_embeddings
-    head = f"{'lm_head' if spec is None else spec.head}.weight"
-    return sum(prod(info.shape) for name, info in checkpoint.tensors.items() if not (tied and name == head))
+def _num_parameters(checkpoint: Checkpoint) -> int:
+    """Of what transformers will load: a head that is tied to the embedding may be stored all the same."""
+    tied = bool(checkpoint.config.get("tie_word_embeddings"))
+    return sum(prod(info.shape) for name, info in checkpoint.tensors.items() if not (tied and name == "lm_head.weight"))
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> str:
     """The type most of the weights are stored in."""
+    if isinstance(checkpoint, DummyCheckpoint):
+        return checkpoint.stored_dtype
     sizes: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
         sizes[info.dtype] += info.nbytes

@@ -19,6 +19,7 @@ import traceback
 from typing import Any
 
 from tidemill.config import log_level
+from tidemill.engine.cuda import device_problem
 from tidemill.engine.messages import Failed, Progress, Ready, Start
 from tidemill.engine.transport import SocketInbox, encode
 from tidemill.errors import StartupError, TidemillError
@@ -59,7 +60,7 @@ def _serve(start: Start, inbox: SocketInbox, emit: Any) -> None:
     # Imported here so that a failing import of torch is reported like every other failure.
     from tidemill.engine.build import build_core
     from tidemill.engine.loop import run_loop
-    from tidemill.runtime.build import resident_bytes
+    from tidemill.runtime.build import device_bytes, resident_bytes
 
     last = 0.0
 
@@ -74,7 +75,7 @@ def _serve(start: Start, inbox: SocketInbox, emit: Any) -> None:
     # What was loaded lives as long as the process: the collector need not walk it again.
     gc.collect()
     gc.freeze()
-    emit(Ready(time.perf_counter() - began, resident_bytes()))
+    emit(Ready(time.perf_counter() - began, resident_bytes(), device_bytes()))
     run_loop(core, inbox, emit)
 
 
@@ -82,6 +83,8 @@ def as_problem(error: BaseException) -> TidemillError:
     """The error itself if it is one of ours, else one that carries its words and where it was raised."""
     if isinstance(error, TidemillError):
         return error
+    if problem := device_problem(error):
+        return problem
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -57,6 +58,9 @@ class _Plan:
 
 class PagedAttention:
     """The reference backend, in plain torch."""
+
+    fuses: Literal[False] = False
+    """Head norm, rotation and the writing of the cache are steps of their own before it."""
 
     def __init__(
         self,

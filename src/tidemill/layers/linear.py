@@ -8,15 +8,20 @@ import torch
 import torch.nn.functional as F
 
 from tidemill.layers.parameter import Parameter, Placement
-from tidemill.ops import reference
+from tidemill.ops import kernels, reference
+from tidemill.quant.on_load import PackedRows
+from tidemill.quant.packed import PackedWeight, empty
+from tidemill.quant.scheme import applies
 
 
 class Linear:
     """y = x Wᵀ + b, where W stacks `parts`: checkpoint prefix -> number of output rows.
 
     `rows` gives the order of the output rows where it is not the stored one; it counts over all parts together, and no
-    row may leave its part.
+    row may leave its part. Under a scheme that fits it, W is packed and rounds what is loaded into it.
     """
+
+    weight: torch.Tensor | PackedWeight
 
     def __init__(
         self,
@@ -30,7 +35,10 @@ class Linear:
     ) -> None:
         self.parts, self.transposed, self.rows = dict(parts), transposed, rows
         outputs = sum(self.parts.values())
-        self.weight = place.empty(outputs, inputs)
+        if place.scheme is None or applies(place.scheme, outputs, inputs) is not None:
+            self.weight = place.empty(outputs, inputs)
+        else:
+            self.weight = empty(place.scheme, outputs, inputs, lambda shape, dtype: place.empty(*shape, dtype=dtype))
         self.bias = place.empty(outputs) if bias else None
 
     def parameters(self) -> Iterator[Parameter]:
@@ -38,18 +46,33 @@ class Linear:
         for prefix, count in self.parts.items():
             part = slice(start, start + count)
             rows = None if self.rows is None else self.rows[part] - start
-            yield Parameter(f"{prefix}.weight", self.weight[part], self.transposed, rows)
+            yield Parameter(f"{prefix}.weight", self._rows(part), self.transposed, rows)
             if self.bias is not None:
                 yield Parameter(f"{prefix}.bias", self.bias[part], rows=rows)
             start += count
 
+    def _rows(self, part: slice) -> torch.Tensor | PackedRows:
+        if isinstance(self.weight, PackedWeight):
+            return PackedRows(self.weight.rows(part.start, part.stop))
+        return self.weight[part]
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.weight, PackedWeight):
+            return kernels.packed_linear(x, self.weight, self.bias)
         return reference.linear(x, self.weight, self.bias)
+
+    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """The activation of the first half of the outputs, times the second half."""
+        if isinstance(self.weight, PackedWeight):
+            return kernels.packed_gated_linear(x, self.weight, self.bias, activation)
+        return kernels.act_and_mul(self(x), activation)
 
 
 class Embedding:
     def __init__(self, name: str, rows: int, width: int, place: Placement, scale: float = 1.0) -> None:
-        self.name, self.scale = name, scale
+        self.name = name
+        # The scale is rounded to the weights' precision, as it was in training.
+        self.scale = torch.tensor(scale, dtype=place.dtype).item()
         self.weight = place.empty(rows, width)
 
     def parameters(self) -> Iterator[Parameter]:
@@ -57,8 +80,7 @@ class Embedding:
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         found = self.weight.index_select(0, tokens)
-        # The scale is rounded to the weights' precision, as it was in training.
-        return found if self.scale == 1.0 else found * torch.tensor(self.scale, dtype=found.dtype)
+        return found if self.scale == 1.0 else found * self.scale
 
 
 class Head:
@@ -89,7 +111,7 @@ class Head:
             yield Parameter(f"{self.name}.bias", self.bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        logits = reference.linear(x, self.weight, self.bias).float()
+        logits = kernels.linear_to_float(x, self.weight, self.bias)
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.soft_cap is None else reference.soft_cap(logits, self.soft_cap)

@@ -27,5 +27,6 @@ class Mlp:
         yield from self.down.parameters()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        activate = reference.act_and_mul if self.spec.gated else reference.activate
-        return self.down(activate(self.up(x), self.spec.activation))
+        if self.spec.gated:
+            return self.down(self.up.gated(x, self.spec.activation))
+        return self.down(reference.activate(self.up(x), self.spec.activation))

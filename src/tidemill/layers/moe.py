@@ -1,7 +1,6 @@
 """A mixture of experts: only the experts a token is routed to are computed for it.
 
-Tokens are sorted by expert, so that each expert multiplies one contiguous run of rows; an expert nobody chose costs
-nothing.
+Knows how experts are chosen; how the chosen ones are computed is `ops.kernels.mix_experts`.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import Mlp
 from tidemill.layers.parameter import Parameter, Placement
 from tidemill.layers.spec import MoeSpec
-from tidemill.ops import reference
+from tidemill.ops import kernels, reference
 
 
 class Moe:
     def __init__(self, spec: MoeSpec, prefix: str, width: int, place: Placement) -> None:
         self.spec, self.prefix = spec, prefix
         # Routing decides which experts run: it is worth float32 everywhere.
-        wide = Placement(torch.float32, place.device)
-        self.router = Linear(width, {f"{prefix}.{spec.router}": spec.experts}, bias=False, place=wide)
-        self.choice_bias = None if spec.choice_bias is None else wide.empty(spec.experts)
+        self.router = place.empty(spec.experts, width, dtype=torch.float32)
+        self.choice_bias = None
+        if spec.choice_bias is not None:
+            self.choice_bias = place.empty(spec.experts, dtype=torch.float32)
         self.up = place.empty(spec.experts, 2 * spec.inner, width)
         self.down = place.empty(spec.experts, width, spec.inner)
         self.shared = None if spec.shared is None else Mlp(spec.shared, prefix, width, place)
@@ -33,7 +33,7 @@ class Moe:
 
     def parameters(self) -> Iterator[Parameter]:
         spec = self.spec
-        yield from self.router.parameters()
+        yield Parameter(f"{self.prefix}.{spec.router}.weight", self.router)
         if self.choice_bias is not None:
             yield Parameter(f"{self.prefix}.{spec.choice_bias}", self.choice_bias)
         for expert in range(spec.experts):
@@ -47,7 +47,7 @@ class Moe:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         experts, weights = self._route(x)
-        out = reference.mix_experts(x, experts, weights.to(x.dtype), self.up, self.down, self.spec.activation)
+        out = kernels.mix_experts(x, experts, weights.to(x.dtype), self.up, self.down, self.spec.activation)
         if self.shared is None:
             return out
         shared = self.shared(x)
@@ -56,7 +56,16 @@ class Moe:
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Per token, `top_k` experts and their weights."""
         spec = self.spec
-        logits = self.router(x.float())
+        if kernels.use_triton(x):
+            from tidemill.ops.triton import routing
+
+            logits = routing.expert_logits(x, self.router)
+            if spec.groups == 1 and spec.experts <= routing.MOST_EXPERTS:
+                return routing.route(
+                    logits, spec.top_k, spec.scoring, spec.renormalise, spec.scaling, self.choice_bias, x.dtype
+                )
+        else:
+            logits = reference.linear(x.float(), self.router)
         scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(dim=-1)
         choice = scores if self.choice_bias is None else scores + self.choice_bias
         if spec.groups > 1:

@@ -8,7 +8,7 @@ import torch
 
 from tidemill.layers.parameter import Parameter, Placement
 from tidemill.layers.spec import HeadNormSpec, NormSpec
-from tidemill.ops import reference
+from tidemill.ops import kernels, reference
 
 
 class Norm:
@@ -30,10 +30,12 @@ class Norm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.spec.kind == "layer":
             return reference.layer_norm(x, self.weight, self.bias, self.spec.eps)
-        return reference.rms_norm(x, self.weight, self.spec.eps)
+        return kernels.rms_norm(x, self.weight, self.spec.eps)
 
     def add(self, x: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual)"""
+        if x is not None and self.spec.kind == "rms":
+            return kernels.add_rms_norm(x, residual, self.weight, self.spec.eps)
         total = residual if x is None else x + residual
         return self(total), total
 
@@ -62,6 +64,11 @@ class HeadNorm:
         if self.bias is not None:
             yield from self._filling("bias", self.bias)
 
+    @property
+    def plain(self) -> bool:
+        """RMS with weights that all heads share: what kernels that do more than normalise know too."""
+        return self.spec.norm.kind == "rms" and not self.spec.per_head
+
     def _filling(self, kind: str, target: torch.Tensor) -> Iterator[Parameter]:
         def adjust(stored: torch.Tensor) -> torch.Tensor:
             stored = stored if self.order is None else stored[..., self.order]
@@ -78,7 +85,7 @@ class HeadNorm:
         if not self.spec.per_head:
             if norm.kind == "layer":
                 return reference.layer_norm(x, self.weight, self.bias, norm.eps)
-            return reference.rms_norm(x, self.weight, norm.eps)
+            return kernels.rms_norm(x, self.weight, norm.eps)
         return reference.head_norm(x, self.weight, self.bias, norm.eps, centred=norm.kind == "layer")
 
 

@@ -6,16 +6,33 @@ fusing is declared where the layer is made and the loader stays a plain copy loo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
+
+from tidemill.quant.scheme import Scheme
+
+
+class Target(Protocol):
+    """What a checkpoint tensor is copied into: a tensor, or rows of packed memory that round what they are given."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def numel(self) -> int: ...
+
+    def copy_(self, stored: torch.Tensor, /) -> object: ...
 
 
 @dataclass(frozen=True)
 class Parameter:
     name: str
-    target: torch.Tensor
+    target: Target
     """Filled in place."""
     transposed: bool = False
     """The checkpoint holds the transpose."""
@@ -45,6 +62,11 @@ class Placement:
 
     dtype: torch.dtype
     device: torch.device
+    scheme: Scheme | None = None
+    """How linear layers hold their weights, where it fits them."""
+
+    def without_scheme(self) -> Placement:
+        return self if self.scheme is None else replace(self, scheme=None)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)

@@ -46,6 +46,13 @@ class Rope:
                 self._long_table.index_select(0, positions),
                 self._table.index_select(0, positions),
             )
+        elif self.config.kind == "dynamic" and positions.is_cuda:
+            # Both, as asking the GPU which of them is needed would wait for it.
+            table = torch.where(
+                (lengths > self.config.max_position)[:, None],
+                self._dynamic(positions, lengths),
+                self._table.index_select(0, positions),
+            )
         elif self.config.kind == "dynamic" and bool((lengths > self.config.max_position).any()):
             table = self._dynamic(positions, lengths)
         else:

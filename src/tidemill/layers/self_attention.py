@@ -16,6 +16,7 @@ from tidemill.layers.norm import HeadNorm
 from tidemill.layers.parameter import Parameter, Placement
 from tidemill.layers.rope import Angles, Rope
 from tidemill.layers.spec import AttentionSpec
+from tidemill.layers.triton_attention import TritonAttention
 from tidemill.ops import reference
 
 
@@ -54,9 +55,21 @@ class SelfAttention:
             if part is not None:
                 yield from part.parameters()
 
-    def __call__(self, x: torch.Tensor, angles: Sequence[Angles], attention: PagedAttention) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, angles: Sequence[Angles], attention: PagedAttention | TritonAttention
+    ) -> torch.Tensor:
+        qkv = self.qkv(x)
+        if attention.fuses and (self.q_norm is None or self.q_norm.plain):
+            found = self._fused(qkv, angles, attention)
+        else:
+            found = self._in_steps(qkv, angles, attention)
+        return self.out(found.flatten(1))
+
+    def _in_steps(
+        self, qkv: torch.Tensor, angles: Sequence[Angles], attention: PagedAttention | TritonAttention
+    ) -> torch.Tensor:
         spec = self.spec
-        q, k, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in self.qkv(x).split(self.sizes, dim=-1))
+        q, k, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in qkv.split(self.sizes, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if spec.rope is not None:
@@ -64,8 +77,34 @@ class SelfAttention:
             q, k = reference.rotate(q, turn.cos, turn.sin), reference.rotate(k, turn.cos, turn.sin)
         if spec.query_growth is not None:
             q = reference.grow_queries(q, angles[0].positions, *spec.query_growth)
-        found = attention.run(q, k, v, self.layer, spec.scale, soft_cap=spec.soft_cap)
-        return self.out(found.flatten(1))
+        return attention.run(q, k, v, self.layer, spec.scale, soft_cap=spec.soft_cap)
+
+    def _fused(self, qkv: torch.Tensor, angles: Sequence[Angles], attention: TritonAttention) -> torch.Tensor:
+        from tidemill.ops.triton.rotary import rotate_and_store
+
+        spec = self.spec
+        turn = None if spec.rope is None else angles[spec.rope]
+        k_cache, v_cache, k_scale, v_scale = attention.cache_of(self.layer)
+        assert v_cache is not None, "only latent attention keeps no values"
+        q = rotate_and_store(
+            qkv,
+            spec.heads,
+            spec.kv_heads,
+            spec.head_dim,
+            None if turn is None else turn.cos,
+            None if turn is None else turn.sin,
+            attention.slots_of(self.layer),
+            k_cache,
+            v_cache,
+            k_scale,
+            v_scale,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            0.0 if spec.head_norm is None else spec.head_norm.norm.eps,
+        )
+        if spec.query_growth is not None:
+            q = reference.grow_queries(q, angles[0].positions, *spec.query_growth)
+        return attention.attend(q, self.layer, spec.scale, soft_cap=spec.soft_cap)
 
 
 def halves_from_neighbours(head_dim: int, rotated: int) -> torch.Tensor:

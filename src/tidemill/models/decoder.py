@@ -5,7 +5,8 @@ A layer passes on (x, residual) with x not yet added, so that the addition happe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -81,10 +82,22 @@ class Layer:
         return x if self.spec.residual_scale == 1.0 else x * self.spec.residual_scale
 
 
+class DecoderLayer(Protocol):
+    """What a decoder needs of a layer, wherever its weights are."""
+
+    def parameters(self) -> Iterator[Parameter]: ...
+    def __call__(
+        self, x: torch.Tensor | None, residual: torch.Tensor, angles: Sequence[Angles], attention: PagedAttention
+    ) -> Flow: ...
+
+
+MakeLayer = Callable[[DecoderSpec, int, Sequence[Rope], Placement], DecoderLayer]
+
+
 class Decoder:
     """`forward` gives hidden states for every token of a step, `logits` turns chosen ones into scores."""
 
-    def __init__(self, spec: DecoderSpec, max_len: int, place: Placement) -> None:
+    def __init__(self, spec: DecoderSpec, max_len: int, place: Placement, make_layer: MakeLayer = Layer) -> None:
         self.spec = spec
         outside = spec.embedding_size or spec.hidden_size
         self.embedding = Embedding(spec.embedding, spec.vocab_size, outside, place, spec.embedding_scale)
@@ -96,7 +109,7 @@ class Decoder:
             self.project_in = Linear(outside, {spec.project_in: spec.hidden_size}, bias=False, place=place)
             self.project_out = Linear(spec.hidden_size, {spec.project_out: outside}, bias=False, place=place)
         self.ropes = [Rope(rope, max_len, place.device) for rope in spec.ropes]
-        self.layers = [Layer(spec, index, self.ropes, place) for index in range(len(spec.layers))]
+        self.layers = [make_layer(spec, index, self.ropes, place) for index in range(len(spec.layers))]
         if spec.final_norm is not None:
             self.norm = Norm(spec.final_norm, spec.hidden_size, spec.norm, place)
         self.head = Head(

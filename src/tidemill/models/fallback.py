@@ -57,7 +57,7 @@ class TransformersModel:
         """The model's own way from hidden states to scores: head, scale, soft cap and whatever else it has."""
         self._computed.hidden = hidden[None]
         rows = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
-        return self._head(input_ids=rows, use_cache=False).logits[0].float()
+        return self._head(input_ids=rows, use_cache=False).logits[0].float().contiguous()
 
 
 class _Computed(torch.nn.Module):

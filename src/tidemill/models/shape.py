@@ -23,6 +23,8 @@ class ModelShape:
     caches: tuple[CacheShape, ...]
     rope_width: int = 0
     """float32 numbers per position in the tables of its rotary embeddings."""
+    query_width: int = 0
+    """Numbers of a token's queries, over all heads, as they meet the cache; 0: not known."""
     scores_by_hand: bool = False
     """Its attention caps or slants the scores, and holds some of them."""
 

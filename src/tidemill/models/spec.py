@@ -78,14 +78,19 @@ class DecoderSpec:
             hidden_size=self.hidden_size,
             max_position=self.max_position,
             longest_context=max(self.max_position, *stretched, 0),
-            widest_layer=max(max(layer.attention.width, layer.mlp.width) for layer in self.layers),
+            widest_layer=max(max(layer.attention.width, self._mlp_width(layer.mlp)) for layer in self.layers),
             caches=tuple(layer.attention.cache for layer in self.layers),
             rope_width=sum(rope.dim * (2 if rope.kind == "longrope" else 1) for rope in self.ropes),
+            query_width=max(layer.attention.heads * layer.attention.cache.key_dim for layer in self.layers),
             scores_by_hand=any(
                 isinstance(layer.attention, AttentionSpec) and (layer.attention.soft_cap or layer.attention.alibi)
                 for layer in self.layers
             ),
         )
+
+    def _mlp_width(self, mlp: MlpSpec | MoeSpec) -> int:
+        """What a token's experts answer is held until it is added up."""
+        return mlp.width + (mlp.top_k * self.hidden_size if isinstance(mlp, MoeSpec) else 0)
 
     @property
     def alibi(self) -> tuple[float, ...] | None:

@@ -11,8 +11,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from tidemill.quant.packed import PackedWeight
+
 TILE_NUMBERS = 2**21
 """Scores that are held at a time where attention is computed by hand."""
+LEAST_PEAK = 1e-30
+"""Vectors whose largest magnitude is no more are zero once they are quantised: their factor would not be finite."""
 ARM = platform.machine() in ("aarch64", "arm64")
 
 
@@ -26,6 +30,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
             out = torch.mm(weight, x.t()).t()
             return out.contiguous() if bias is None else out + bias
     return F.linear(x, weight, bias)
+
+
+def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x Wᵀ + b of packed weights, which are unpacked every time: right anywhere, and slow."""
+    return linear(x, weight.unpack().to(x.dtype), bias)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -135,6 +144,42 @@ def one_expert(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, activation
 def write_cache(vectors: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Store vectors [tokens, kv_heads, dim] at flat slots of a cache [blocks, block_size, kv_heads, dim]."""
     cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, vectors)
+
+
+def gather_inputs(
+    tokens: torch.Tensor,
+    tables: torch.Tensor,
+    least: torch.Tensor,
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every token of a step, given its row and its position + 1 (0: padding): [token, position, length] and, per
+    group of tables [groups, rows, blocks], its flat cache position, -1 for padding. `least` is how long each row counts
+    as at least."""
+    rows, positions, real = rows.long(), (ends.long() - 1).clamp(min=0), ends > 0
+    found = torch.where(real, tokens[rows, positions].long(), 0)
+    lengths = torch.maximum(torch.where(real, least[rows].long(), 0), positions + 1)
+    pages = tables[:, rows, positions // block_size].long()
+    slots = torch.where(real, pages * block_size + positions % block_size, -1)
+    return torch.stack((found, positions, lengths)), slots
+
+
+def quantise_vectors(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., dim] as int8 or float8_e4m3fn, and each vector's float32 scale, by which its peak is the type's limit."""
+    wide, limit = x.float(), quantised_limit(dtype)
+    peak = wide.abs().amax(dim=-1)
+    scale = torch.where(peak > LEAST_PEAK, peak, limit) / limit
+    shrunk = wide / scale[..., None]
+    return (shrunk if dtype.is_floating_point else shrunk.round()).to(dtype), scale
+
+
+def dequantise_vectors(stored: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (stored.float() * scale[..., None]).to(dtype)
+
+
+def quantised_limit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max if dtype.is_floating_point else float(torch.iinfo(dtype).max)
 
 
 def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, batch: int) -> torch.Tensor:

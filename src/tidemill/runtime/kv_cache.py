@@ -19,24 +19,42 @@ class KVCache:
     step that wrote them.
     """
 
-    def __init__(self, layout: CacheLayout, num_blocks: int, block_size: int, place: Placement) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_blocks: int,
+        block_size: int,
+        place: Placement,
+        stored: torch.dtype | None = None,
+    ) -> None:
+        """`stored`: a narrower type the numbers are kept in, each token and head with a scale of its own."""
         self.padding_block = num_blocks
 
-        def zeros(kv_heads: int, dim: int) -> torch.Tensor:
-            shape = (num_blocks + 1, block_size, kv_heads, dim)
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            shape = (num_blocks + 1, block_size, *shape)
             if place.device.type != "cpu":
-                return torch.zeros(shape, dtype=place.dtype, device=place.device)
+                return torch.zeros(shape, dtype=dtype, device=place.device)
             # Memory straight from the system is zero already and costs nothing until a block is first used.
-            size = math.prod(shape) * place.dtype.itemsize
-            return torch.frombuffer(mmap.mmap(-1, size), dtype=place.dtype).view(shape)
+            size = math.prod(shape) * dtype.itemsize
+            return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
+        dtype = stored or place.dtype
         self.slots = [
             (
-                zeros(shape.kv_heads, shape.key_dim),
-                zeros(shape.kv_heads, shape.value_dim) if shape.value_dim else None,
+                zeros(shape.kv_heads, shape.key_dim, dtype=dtype),
+                zeros(shape.kv_heads, shape.value_dim, dtype=dtype) if shape.value_dim else None,
             )
             for shape in layout.shapes
         ]
+        self.scales = None
+        if stored is not None:
+            self.scales = [
+                (
+                    zeros(shape.kv_heads, dtype=torch.float32),
+                    zeros(shape.kv_heads, dtype=torch.float32) if shape.value_dim else None,
+                )
+                for shape in layout.shapes
+            ]
 
     def wipe(self, positions: torch.Tensor) -> None:
         """Zero these flat positions in every layer."""

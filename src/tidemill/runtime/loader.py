@@ -1,21 +1,27 @@
-"""Fills a model from a checkpoint: a copy loop over the parameters the model declares.
+"""Fills a model from a checkpoint, or with random numbers: a copy loop over the parameters the model declares.
 
-Everything that can disagree is checked from the headers before the first byte is copied.
+Everything that can disagree is checked from the headers before the first byte is copied. How bytes reach a GPU fast is
+`staging.py`'s.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import threading
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from tidemill.errors import BadCheckpoint
-from tidemill.layers.parameter import Parameter
+from tidemill.layers.parameter import Parameter, Placement
 from tidemill.models.spec import DecoderSpec
+from tidemill.quant.on_load import PackedRows
+from tidemill.runtime.staging import CHUNK_BYTES, MOST_THREADS, Stager, in_parallel
 from tidemill.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -32,6 +38,10 @@ NO_WEIGHTS = (
 )
 """What checkpoints hold besides: heads that are tied to the embedding, and tables and masks of old implementations."""
 
+DUMMY_SPREAD = 0.02
+
+Progress = Callable[[str, int, int], None]
+
 
 class Loadable(Protocol):
     def parameters(self) -> Iterator[Parameter]: ...
@@ -40,18 +50,100 @@ class Loadable(Protocol):
 def load_weights(
     model: Loadable,
     checkpoint: Checkpoint,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Progress | None = None,
     check: bool = False,
+    device: torch.device | None = None,
 ) -> None:
-    """`check` also looks at every number once it is loaded."""
+    """`check` also looks at every number once it is loaded. A `device` that is a GPU is loaded by several threads."""
     parameters = list(model.parameters())
     _check(parameters, checkpoint)
-    total = sum(parameter.target.numel() for parameter in parameters)
-    done = 0
+    if device is not None and device.type == "cuda":
+        filled = fill_in_parallel(parameters, checkpoint, device, min(MOST_THREADS, torch.get_num_threads()), check)
+    else:
+        filled = _fill_in_order(parameters, checkpoint, check)
+    _report(filled, parameters, on_progress)
+    _give_back(device)
+
+
+def _fill_in_order(parameters: list[Parameter], checkpoint: Checkpoint, check: bool) -> Iterator[Parameter]:
     for parameter in parameters:
         parameter.fill(checkpoint.read(parameter.name))
         if check:
             refuse_not_finite(parameter, checkpoint)
+        yield parameter
+
+
+def fill_in_parallel(
+    parameters: list[Parameter],
+    checkpoint: Checkpoint,
+    device: torch.device,
+    threads: int,
+    check: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Iterator[Parameter]:
+    """Stored bytes go to the device as they are; whatever rearranges, widens or quantises them runs there."""
+    # Views of mapped files are made in no time, but a folder opens its files when they are first asked for.
+    reading = nullcontext() if checkpoint.files.kind == "gguf" else threading.Lock()
+    # Quantising takes many times the memory of what it reads: one at a time, all in the same memory.
+    changing = threading.Lock()
+
+    def fill(stager: Stager, parameter: Parameter) -> None:
+        with reading:
+            stored = checkpoint.read(parameter.name)
+        target = parameter.target
+        if isinstance(target, torch.Tensor) and target.device.type != device.type:
+            # A layer that stays in host memory.
+            parameter.fill(stored)
+        elif isinstance(target, torch.Tensor) and _takes_bytes(parameter, target, stored):
+            stager.copy(stored, target)
+        else:
+            staged = stager.copy(stored)
+            with changing:
+                parameter.fill(staged)
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+        if check:
+            refuse_not_finite(parameter, checkpoint)
+
+    return in_parallel(fill, parameters, device, threads, chunk_bytes)
+
+
+def _takes_bytes(parameter: Parameter, target: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Whether a target is filled by the very bytes of the file."""
+    changed = parameter.transposed or parameter.rows is not None or parameter.adjust is not None
+    return not changed and target.dtype == stored.dtype and target.is_contiguous()
+
+
+def fill_dummy(model: Loadable, place: Placement, on_progress: Progress | None = None) -> None:
+    """Small random numbers in place of weights, the same at every start, made where they will live."""
+    parameters = list(model.parameters())
+
+    def fill() -> Iterator[Parameter]:
+        for parameter in parameters:
+            parameter.fill(_dummy(parameter, place))
+            yield parameter
+
+    _report(fill(), parameters, on_progress)
+    _give_back(place.device)
+
+
+def _give_back(device: torch.device | None) -> None:
+    """What loading needed in passing is planned to be the cache's."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _dummy(parameter: Parameter, place: Placement) -> torch.Tensor:
+    numbers = torch.empty(parameter.stored_shape, dtype=place.dtype, device=place.device)
+    if numbers.dim() < 2:
+        return numbers.fill_(0.0 if parameter.name.endswith(".bias") else 1.0)
+    generator = torch.Generator(place.device).manual_seed(zlib.crc32(parameter.name.encode()))
+    return numbers.normal_(0.0, DUMMY_SPREAD, generator=generator)
+
+
+def _report(filled: Iterator[Parameter], parameters: list[Parameter], on_progress: Progress | None) -> None:
+    total, done = sum(parameter.target.numel() for parameter in parameters), 0
+    for parameter in filled:
         done += parameter.target.numel()
         if on_progress is not None:
             on_progress("loading weights", done, total)
@@ -101,7 +193,9 @@ def with_own_head(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
 
 def refuse_not_finite(parameter: Parameter, checkpoint: Checkpoint) -> None:
     """Raises where a loaded parameter holds NaN or infinity: by the file's fault, or by the precision it runs in."""
-    wrong = _num_not_finite(parameter.target)
+    target = parameter.target
+    # A packed target shows what it could not hold in its scales.
+    wrong = _num_not_finite(target.scales if isinstance(target, PackedRows) else cast(torch.Tensor, target))
     if not wrong:
         return
     _refuse_stored(parameter.name, checkpoint)
@@ -114,7 +208,7 @@ def refuse_not_finite(parameter: Parameter, checkpoint: Checkpoint) -> None:
     )
 
 
-def check_stored(checkpoint: Checkpoint, on_progress: Callable[[str, int, int], None] | None = None) -> None:
+def check_stored(checkpoint: Checkpoint, on_progress: Progress | None = None) -> None:
     """The same for files that somebody else loads."""
     for done, name in enumerate(checkpoint.tensors, 1):
         _refuse_stored(name, checkpoint)

@@ -31,6 +31,20 @@ class RowState:
     num_tokens: int
 
 
+def row_state(new: NewRow, num_groups: int) -> RowState:
+    return RowState(
+        params=new.params,
+        num_prompt=new.num_prompt,
+        counts_as=max(new.num_prompt, new.counts_as),
+        seed=new.seed,
+        stop_ids=new.stop_ids,
+        banned_ids=[words[0] for words in new.bad_words_ids if len(words) == 1],
+        bad_sequences=[words for words in new.bad_words_ids if len(words) > 1],
+        num_blocks=[0] * num_groups,
+        num_tokens=len(new.tokens),
+    )
+
+
 @dataclass(frozen=True)
 class Gathered:
     """The token inputs of a step, flat, in the order of its slices."""
@@ -56,17 +70,7 @@ class Rows:
         self.tokens[new.row, : len(new.tokens)] = new.tokens
         for table in self.tables:
             table[new.row] = self.padding_block
-        self.states[new.row] = RowState(
-            params=new.params,
-            num_prompt=new.num_prompt,
-            counts_as=max(new.num_prompt, new.counts_as),
-            seed=new.seed,
-            stop_ids=new.stop_ids,
-            banned_ids=[words[0] for words in new.bad_words_ids if len(words) == 1],
-            bad_sequences=[words for words in new.bad_words_ids if len(words) > 1],
-            num_blocks=[0] * len(self.tables),
-            num_tokens=len(new.tokens),
-        )
+        self.states[new.row] = row_state(new, len(self.tables))
 
     def state(self, row: int) -> RowState:
         state = self.states[row]

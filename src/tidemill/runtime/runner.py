@@ -15,18 +15,12 @@ import torch
 from tidemill.core.step import Slice, SliceProblem, SliceResult, Step, StepResult, TokenLogprob
 from tidemill.layers.attention import PagedAttention, Ragged
 from tidemill.runtime.kv_cache import KVCache
+from tidemill.runtime.problems import NO_TOKEN_LEFT, NOT_FINITE
 from tidemill.runtime.rows import Gathered, Rows
 from tidemill.runtime.sampler import Draw, logprobs_of, sample
 
 PROMPT_LOGPROB_ROWS = 128
 """Prompt positions scored at a time: bounds the memory of prompt_logprobs."""
-NOT_FINITE = SliceProblem(
-    "the model's numbers are not finite (an overflow, or NaN weights)",
-    fix="start with --check-weights to find a broken tensor, or with --dtype float32 against overflows",
-)
-NO_TOKEN_LEFT = SliceProblem(
-    "allowed_token_ids, bad_words and min_tokens together leave no token to choose", by_request=True
-)
 
 
 @dataclass(frozen=True)
@@ -38,6 +32,9 @@ class Handle:
 
 
 class Runner:
+    steps_in_flight = 1
+    """A CPU computes while it launches: there is nothing to hide behind."""
+
     def __init__(self, model: Any, cache: KVCache, rows: Rows, attention: PagedAttention, device: torch.device) -> None:
         self.model, self.cache, self.rows, self.attention, self.device = model, cache, rows, attention, device
 

@@ -158,8 +158,13 @@ def _keep_top(scores: torch.Tensor, draws: Sequence[Draw]) -> None:
 
 def _key(seed: int, position: int) -> int:
     """32 bits that name this draw."""
+    return _mix_int(mix_seed(seed) ^ position)
+
+
+def mix_seed(seed: int) -> int:
+    """What the draws of a seed have in common: 32 bits of it."""
     seed &= 2**64 - 1
-    return _mix_int(_mix_int(_mix_int(seed & 0xFFFFFFFF) ^ (seed >> 32)) ^ position)
+    return _mix_int(_mix_int(seed & 0xFFFFFFFF) ^ (seed >> 32))
 
 
 def _mix_int(x: int) -> int:

@@ -33,8 +33,11 @@ class ModelFiles:
     revision: str | None = None
 
 
-def locate(model: str, *, revision: str | None = None, on_progress: Progress | None = None) -> ModelFiles:
-    """Finds a model's files, downloading them when they come from an alias or the hub."""
+def locate(
+    model: str, *, revision: str | None = None, on_progress: Progress | None = None, weights: bool = True
+) -> ModelFiles:
+    """Finds a model's files, downloading them when they come from an alias or the hub; from there without `weights`
+    where nobody wants them."""
     from tidemill.weights.aliases import ALIASES
 
     if model in ALIASES:
@@ -54,8 +57,10 @@ def locate(model: str, *, revision: str | None = None, on_progress: Progress | N
             fix="check the path, or give a hub id like org/name",
         )
     if is_hub_id(model):
-        from tidemill.weights.hub import fetch_from_hub
+        from tidemill.weights.hub import fetch_from_hub, fetch_without_weights
 
+        if not weights and ":" not in model:
+            return fetch_without_weights(model, revision)
         return fetch_from_hub(model, revision, on_progress)
     raise ModelUnavailable(f"'{model}' is not a model tidemill knows", cause=accepted_forms(), fix=_suggestion(model))
 

@@ -12,10 +12,10 @@ from tidemill.config import EngineArgs, EngineConfig, ModelFacts, resolve
 from tidemill.engine.cuda import context_lost, device_problem, missing_settings
 from tidemill.errors import ConfigError, OutOfMemory, StartupError
 from tidemill.hardware import Hardware
-from tidemill.memory_parts import CUDA_BYTES
 from tidemill.models.count import count_weights
 from tidemill.models.registry import describe
 from tidemill.nvidia import Gpu
+from tidemill.plan.parts import CUDA_BYTES
 
 GIB = 2**30
 H200 = Gpu("NVIDIA H200", 140 * GIB, GIB // 2, (9, 0))

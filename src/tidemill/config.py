@@ -16,7 +16,10 @@ from tidemill.device_choice import Device, choose_device
 from tidemill.errors import ConfigError, OutOfMemory
 from tidemill.hardware import Hardware
 from tidemill.layers.cache_layout import plain_numbers_per_token
-from tidemill.memory_parts import (
+from tidemill.models.count import WeightCount
+from tidemill.models.shape import ModelShape
+from tidemill.plan.memory import Cache, Plan, Wishes, cpu_budget, gpu_budget, make_plan
+from tidemill.plan.parts import (
     CUDA_BYTES,
     RUNTIME_BYTES,
     Load,
@@ -26,9 +29,6 @@ from tidemill.memory_parts import (
     gpu_parts,
     plan_offload,
 )
-from tidemill.memory_plan import Cache, Plan, Wishes, cpu_budget, gpu_budget, make_plan
-from tidemill.models.count import WeightCount
-from tidemill.models.shape import ModelShape
 from tidemill.precision import DTYPE_BYTES, QUANTISED_CACHES, choose_cache_dtype, choose_dtype, choose_quantization
 from tidemill.quant.scheme import Scheme, supports
 

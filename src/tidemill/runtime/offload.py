@@ -20,9 +20,9 @@ import torch
 
 from tidemill.layers.parameter import Parameter, Placement
 from tidemill.layers.rope import Rope
-from tidemill.memory_parts import STAGING_SLOTS
 from tidemill.models.decoder import DecoderLayer, Flow, Layer
 from tidemill.models.spec import DecoderSpec
+from tidemill.plan.parts import STAGING_SLOTS
 
 logger = logging.getLogger(__name__)
 

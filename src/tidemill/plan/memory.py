@@ -1,7 +1,7 @@
 """How a device's memory is divided before any of it is used: fixed parts first, the rest is the KV cache.
 
 Decides how many blocks there are and how long a context they hold; what cannot fit is refused with the sums and with
-what would. Torch-free. Knows neither how large the parts are made (`memory_parts.py`) nor what a device is.
+what would. Torch-free. Knows neither how large the parts are made (`parts.py`) nor what a device is.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from tidemill.core.block_groups import pages_for
 from tidemill.errors import ConfigError, OutOfMemory
 from tidemill.hardware import Hardware
-from tidemill.memory_parts import GATHERED_TOKENS
 from tidemill.nvidia import Gpu
+from tidemill.plan.parts import GATHERED_TOKENS
 
 GIB = 2**30
 USUAL_SHARE = 0.9

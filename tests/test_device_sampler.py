@@ -21,7 +21,8 @@ from tidemill.runtime import device_edits
 from tidemill.runtime.device_sampler import DeviceSampler, Pick
 from tidemill.runtime.problems import NO_TOKEN_LEFT, NOT_FINITE
 from tidemill.runtime.rows import RowState
-from tidemill.runtime.sampler import MASKED, Draw, _keep_top, logprobs_of, sample
+from tidemill.runtime.sampler import MASKED, Draw, _keep_top, sample
+from tidemill.runtime.scores import Scores
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -300,7 +301,7 @@ def test_logprobs_are_those_of_the_model(more):
     results = on_device(scores, requests)
     assert results[0][1] is None
     tokens = torch.tensor([token for token, _, _ in results])
-    want = logprobs_of(scores[1:], tokens[1:], [3, 0, 5])
+    want = Scores(scores[1:], tokens[1:], [3, 0, 5]).read()
     for (_, got, _), correct in zip(results[1:], want, strict=True):
         assert (got.token, got.rank, [i for i, _ in got.top]) == (
             correct.token,

@@ -14,7 +14,7 @@ from tidemill.layers.parameter import Placement
 from tidemill.models.count import count_weights
 from tidemill.models.decoder import Decoder
 from tidemill.models.registry import describe
-from tidemill.plan.parts import plan_offload
+from tidemill.plan.offload import plan_offload
 from tidemill.quant.scheme import INT8, Scheme
 from tidemill.runtime.loader import fill_dummy, load_weights
 from tidemill.runtime.offload import ALIGNMENT, Arena, Conveyor, Offload

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.core.params import SamplingParams
-from tidemill.runtime.sampler import Draw, logprobs_of, sample
+from tidemill.runtime.sampler import Draw, sample
+from tidemill.runtime.scores import Scores
 
 VOCABULARY = 40
 
@@ -174,7 +175,7 @@ def test_constraints_that_leave_no_token_are_told():
 def test_logprobs_ranks_and_alternatives():
     scores = logits(rows=2)
     tokens = torch.tensor([int(scores[0].argmax()), int(scores[1].argmin())])
-    first, second = logprobs_of(scores, tokens, [3, 0])
+    first, second = Scores(scores, tokens, [3, 0]).read()
     want = scores.log_softmax(-1)
     assert first.rank == 1 and second.rank == VOCABULARY
     assert first.logprob == pytest.approx(want[0].max().item())

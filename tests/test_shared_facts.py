@@ -6,7 +6,7 @@ from tidemill.layers import attention
 from tidemill.models.config import ACTIVATIONS
 from tidemill.ops import reference
 from tidemill.plan import parts
-from tidemill.runtime import device_runner, runner
+from tidemill.runtime import device_runner, scores
 
 
 def test_the_plan_counts_as_many_gathered_tokens_as_attention_gathers():
@@ -18,7 +18,7 @@ def test_the_plan_counts_as_many_scores_as_attention_holds():
 
 
 def test_the_plan_counts_as_many_prompt_positions_as_are_scored_together():
-    assert parts.PROMPT_LOGPROB_ROWS == runner.PROMPT_LOGPROB_ROWS
+    assert parts.SCORED_AT_ONCE == scores.SCORED_AT_ONCE
 
 
 def test_the_plan_counts_the_logits_that_graphs_keep():

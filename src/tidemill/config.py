@@ -13,21 +13,20 @@ from typing import Literal
 
 from tidemill.core.block_groups import pages_for
 from tidemill.device_choice import Device, choose_device
-from tidemill.errors import ConfigError, OutOfMemory
+from tidemill.errors import ConfigError
 from tidemill.hardware import Hardware
 from tidemill.layers.cache_layout import plain_numbers_per_token
 from tidemill.models.count import WeightCount
 from tidemill.models.shape import ModelShape
 from tidemill.plan.memory import Cache, Plan, Wishes, cpu_budget, gpu_budget, make_plan
+from tidemill.plan.offload import Offload, choose_offload
 from tidemill.plan.parts import (
     CUDA_BYTES,
     RUNTIME_BYTES,
     Load,
-    Offload,
     activations,
     cache_bytes_per_token,
     gpu_parts,
-    plan_offload,
 )
 from tidemill.precision import DTYPE_BYTES, QUANTISED_CACHES, choose_cache_dtype, choose_dtype, choose_quantization
 from tidemill.quant.scheme import Scheme, supports
@@ -220,7 +219,10 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     chunked = True if args.enable_chunked_prefill is None else args.enable_chunked_prefill
     batched = _batched_tokens(args, defaults, chunked, wanted_len, max_num_seqs, why)
     graph_sizes = _graph_sizes(args, facts, device, min(max_num_seqs, batched), why)
-    offload = _offload(args, facts, device, DTYPE_BYTES[dtype], scheme, hardware, why)
+    layers = None if facts.count is None else [layer.nbytes(DTYPE_BYTES[dtype], scheme) for layer in facts.count.layers]
+    offload, freed = choose_offload(args.cpu_offload_gb, layers, hardware, on_cpu=None if device.gpu else device.why)
+    if freed is not None:
+        why["offload_layers"] = freed
     quantised_cache = cache_dtype in QUANTISED_CACHES
     per_token = cache_bytes_per_token(shape, 1 if quantised_cache else DTYPE_BYTES[dtype], scaled=quantised_cache)
     cache = Cache(per_token * block_size, block_size, shape.layout.windows, batched)
@@ -376,52 +378,6 @@ def _graph_sizes(args: EngineArgs, facts: ModelFacts, device: Device, most: int,
             fix="leave --no-enforce-eager out",
         )
     return []
-
-
-def _offload(
-    args: EngineArgs,
-    facts: ModelFacts,
-    device: Device,
-    element_size: int,
-    scheme: Scheme | None,
-    hardware: Hardware,
-    why: dict[str, str],
-) -> Offload:
-    asked = args.cpu_offload_gb
-    if not 0 <= asked < float("inf"):
-        raise ConfigError(
-            f"cpu_offload_gb must be 0 or more GiB, got {asked}", param="cpu_offload_gb", fix="--cpu-offload-gb 4"
-        )
-    if asked == 0:
-        return Offload()
-    if device.gpu is None or facts.count is None:
-        cause = (
-            f"on a CPU there is no other memory to use, and this runs on one: {device.why}"
-            if device.gpu is None
-            else "a model that runs through transformers' own code keeps its layers itself"
-        )
-        raise ConfigError(
-            f"cpu_offload_gb is {asked:g}, which cannot be followed",
-            param="cpu_offload_gb",
-            cause=cause,
-            fix="leave --cpu-offload-gb out",
-        )
-    layers = [layer.nbytes(element_size, scheme) for layer in facts.count.layers]
-    offload = plan_offload(layers, int(asked * GIB))
-    if offload.host_bytes > hardware.available_bytes - RUNTIME_BYTES:
-        raise OutOfMemory(
-            f"cpu_offload_gb: {offload.layers} layers of {offload.host_bytes / GIB:.2f} GiB do not fit in host memory",
-            param="cpu_offload_gb",
-            cause=f"{hardware.available_bytes / GIB:.2f} GiB are available ({hardware.memory_why})",
-            fix=f"--cpu-offload-gb {max(0, hardware.available_bytes - RUNTIME_BYTES - offload.staging_bytes) // GIB}",
-        )
-    why["offload_layers"] = f"the card holds {offload.freed_bytes / GIB:.2f} GiB less, as asked for"
-    if offload.freed_bytes < int(asked * GIB):
-        why["offload_layers"] = (
-            f"{asked:g} GiB were asked for; with all layers in host memory and two of them passing through, the card "
-            f"holds {max(0, offload.freed_bytes) / GIB:.2f} GiB less"
-        )
-    return offload
 
 
 def _positive(name: str, given: int | None, default: int, why: dict[str, str], reason: str) -> int:

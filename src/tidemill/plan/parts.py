@@ -27,14 +27,12 @@ GRAPH_LOGIT_ROWS = 16
 """Most sequences of a graph that keeps logits as well as hidden states, see `runtime/device_runner.py`."""
 LOGIT_COPIES = 4
 """float32 copies of the logits that sampling may hold at once."""
-PROMPT_LOGPROB_ROWS = 128
+SCORED_AT_ONCE = 128
 """Positions of a prompt that are scored together, see `runtime/runner.py`."""
 PENALTY_COUNT_BYTES = 32 * MIB
 """Most that counting tokens for penalties takes, see `runtime/device_edits.py`."""
 SPLIT_PROGRAMS = 1024
 """Most parts that decode attention is cut into, see `ops/triton`."""
-STAGING_SLOTS = 2
-"""Layers kept in host memory pass through so many places on the device."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def _layer(load: Load, tokens: int) -> int:
 
 
 def _logits(load: Load) -> int:
-    return 4 * LOGIT_COPIES * min(max(load.rows, PROMPT_LOGPROB_ROWS), load.tokens) * load.shape.vocab_size
+    return 4 * LOGIT_COPIES * min(max(load.rows, SCORED_AT_ONCE), load.tokens) * load.shape.vocab_size
 
 
 def _partials(shape: ModelShape) -> int:
@@ -105,29 +103,3 @@ def cache_bytes_per_token(shape: ModelShape, element_size: int, *, scaled: bool)
     if scaled:
         total += sum(4 * cache.kv_heads * (2 if cache.value_dim else 1) for cache in shape.layout.shapes)
     return total
-
-
-@dataclass(frozen=True)
-class Offload:
-    """How many of the last layers stay in host memory, and what that costs where."""
-
-    layers: int = 0
-    host_bytes: int = 0
-    staging_bytes: int = 0
-
-    @property
-    def freed_bytes(self) -> int:
-        """By how much less the device holds."""
-        return self.host_bytes - self.staging_bytes
-
-
-def plan_offload(layer_bytes: Sequence[int], wanted: int) -> Offload:
-    """The fewest last layers whose leaving frees `wanted` bytes of the device, places to pass through deducted; all of
-    them where that is not enough."""
-    found = Offload()
-    for layers in range(1, len(layer_bytes) + 1):
-        if found.freed_bytes >= wanted:
-            break
-        streamed = layer_bytes[-layers:]
-        found = Offload(layers, sum(streamed), min(STAGING_SLOTS, layers) * max(streamed))
-    return found

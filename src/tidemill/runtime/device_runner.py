@@ -24,11 +24,8 @@ from tidemill.runtime.device_sampler import DeviceSampler, Pick, Sampled
 from tidemill.runtime.graphs import DecodeGraphs
 from tidemill.runtime.kv_cache import KVCache
 from tidemill.runtime.problems import NOT_FINITE
-from tidemill.runtime.scores import Scores, to_host
+from tidemill.runtime.scores import SCORED_AT_ONCE, Scores, to_host
 from tidemill.runtime.uploads import Uploads
-
-PROMPT_LOGPROB_ROWS = 128
-"""Prompt positions scored at a time: bounds the memory of prompt_logprobs."""
 
 FEW_SEQUENCES = 16
 """Up to here the host's time counts, and a graph holds the way to the best tokens as well."""
@@ -234,8 +231,8 @@ class DeviceRunner:
         wanted = state.params.prompt_logprobs or 0
         return [
             Scores(self.model.logits(hidden[first : first + len(some)]), some, [wanted] * len(some))
-            for first in range(0, len(targets), PROMPT_LOGPROB_ROWS)
-            if len(some := targets[first : first + PROMPT_LOGPROB_ROWS])
+            for first in range(0, len(targets), SCORED_AT_ONCE)
+            if len(some := targets[first : first + SCORED_AT_ONCE])
         ]
 
     def _send_writes(self) -> None:

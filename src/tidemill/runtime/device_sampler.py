@@ -22,13 +22,11 @@ from tidemill.runtime.device_edits import DeviceEdits, Pick
 from tidemill.runtime.problems import NO_TOKEN_LEFT, NOT_FINITE
 from tidemill.runtime.rows import RowState
 from tidemill.runtime.sampler import MASKED, NOISE_SPAN, mix_seed
-from tidemill.runtime.scores import Scores, to_host
+from tidemill.runtime.scores import SCORED_AT_ONCE, Scores, to_host
 from tidemill.runtime.uploads import Uploads
 
 __all__ = ["DeviceSampler", "Pick", "Sampled"]
 
-SCORED_AT_ONCE = 128
-"""Rows whose log-probabilities are computed at a time: bounds the memory it takes."""
 PROBLEMS = {sampling.NO_TOKEN_LEFT: NO_TOKEN_LEFT, sampling.NOT_FINITE: NOT_FINITE}
 
 

@@ -22,7 +22,7 @@ from tidemill.layers.parameter import Parameter, Placement
 from tidemill.layers.rope import Rope
 from tidemill.models.decoder import DecoderLayer, Flow, Layer
 from tidemill.models.spec import DecoderSpec
-from tidemill.plan.parts import STAGING_SLOTS
+from tidemill.plan.offload import STAGING_SLOTS
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,8 @@ from tidemill.layers.attention import PagedAttention, Ragged
 from tidemill.runtime.kv_cache import KVCache
 from tidemill.runtime.problems import NO_TOKEN_LEFT, NOT_FINITE
 from tidemill.runtime.rows import Gathered, Rows
-from tidemill.runtime.sampler import Draw, logprobs_of, sample
-
-PROMPT_LOGPROB_ROWS = 128
-"""Prompt positions scored at a time: bounds the memory of prompt_logprobs."""
+from tidemill.runtime.sampler import Draw, sample
+from tidemill.runtime.scores import SCORED_AT_ONCE, Scores
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class Runner:
         logprobs: dict[int, TokenLogprob] = {}
         if raw is not None:
             counts = [states[index].params.logprobs or 0 for index in wants]
-            logprobs = dict(zip(wants, logprobs_of(raw, tokens[wants].clamp(min=0), counts), strict=True))
+            logprobs = dict(zip(wants, Scores(raw, tokens[wants].clamp(min=0), counts).read(), strict=True))
         out: list[tuple[int | None, TokenLogprob | None, SliceProblem | None]] = []
         for index, (piece, token) in enumerate(zip(slices, tokens.tolist(), strict=True)):
             if not finite[index] or token < 0:
@@ -148,10 +146,10 @@ class Runner:
         targets = torch.from_numpy(self.rows.tokens[piece.row, piece.start + 1 : end]).to(self.device)
         count = state.params.prompt_logprobs or 0
         found: list[TokenLogprob] = []
-        for first in range(0, len(targets), PROMPT_LOGPROB_ROWS):
-            some = targets[first : first + PROMPT_LOGPROB_ROWS]
+        for first in range(0, len(targets), SCORED_AT_ONCE):
+            some = targets[first : first + SCORED_AT_ONCE]
             logits = self.model.logits(hidden[first : first + len(some)])
-            found.extend(logprobs_of(logits, some, [count] * len(some)))
+            found.extend(Scores(logits, some, [count] * len(some)).read())
         return found
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

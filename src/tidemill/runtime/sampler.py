@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from tidemill.core.params import SamplingParams
-from tidemill.core.step import TokenLogprob
 
 MASKED = float("-inf")
 TOP_CANDIDATES = 256
@@ -63,21 +62,6 @@ def _choose(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     rows = torch.tensor(random, device=logits.device)
     tokens[rows] = _sample_random(logits[rows], [draws[row] for row in random])
     return tokens
-
-
-def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_top: Sequence[int]) -> list[TokenLogprob]:
-    """Log-probability and rank of each row's token, and each row's `num_top` best alternatives."""
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens[:, None])
-    ranks = (logprobs > chosen).sum(dim=-1) + 1
-    most = max(num_top)
-    top_values, top_ids = logprobs.topk(most, dim=-1) if most else (logprobs[:, :0], logprobs[:, :0].long())
-    rows = zip(tokens.tolist(), chosen[:, 0].tolist(), ranks.tolist(), strict=True)
-    tops = zip(top_ids.tolist(), top_values.tolist(), num_top, strict=True)
-    return [
-        TokenLogprob(token, value, rank, list(zip(ids[:count], values[:count], strict=True)))
-        for (token, value, rank), (ids, values, count) in zip(rows, tops, strict=True)
-    ]
 
 
 def _constrain(logits: torch.Tensor, draw: Draw) -> bool:

@@ -8,6 +8,9 @@ import torch
 
 from tidemill.core.step import TokenLogprob
 
+SCORED_AT_ONCE = 128
+"""Rows whose log-probabilities are computed at a time: bounds the memory it takes."""
+
 
 class Scores:
     """Of each row of float32 logits: its token's log-probability and rank, and its `num_top` best alternatives.

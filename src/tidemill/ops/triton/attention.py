@@ -16,6 +16,7 @@ import torch
 import triton
 
 from tidemill.ops.triton import attention_kernels as kernels
+from tidemill.ops.triton.card import has_tensor_cores, multiprocessors, shared_memory
 from tidemill.ops.triton.tuning import launch_config
 
 Kind = Literal["decode", "split", "prefill", "short"]
@@ -164,7 +165,7 @@ def paged_attention(
 
     if num_decode > 0:
         if splits is None:
-            splits = num_splits(num_decode * kv_heads, _processors(q.device))
+            splits = num_splits(num_decode * kv_heads, multiprocessors(q.device))
         if splits == 1:
             launch("decode", _cut("decode", shape, launches), num_decode)
         else:
@@ -210,7 +211,7 @@ def launch_key(kind: Kind, shape: HeadShape) -> str:
 
 def default_launch(kind: Kind, shape: HeadShape) -> Launch:
     width = sum(shape.widths[:2])
-    if shape.itemsize > 2 or not _has_tensor_cores():
+    if shape.itemsize > 2 or not has_tensor_cores():
         # Multiplied from registers: small tiles.
         return Launch(SMALLEST_DOT if kind in ("decode", "split") or width > 128 else 32, 16, 4, 1)
     if kind in ("decode", "split"):
@@ -224,9 +225,7 @@ def default_launch(kind: Kind, shape: HeadShape) -> Launch:
 
 def _fitted(cut: Launch, shape: HeadShape) -> Launch:
     """Fewer stages, then fewer keys at a time, where a card's shared memory is smaller than the one measured on."""
-    if not torch.cuda.is_available():
-        return cut
-    available = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
+    available = shared_memory()
     main, rest, value = shape.widths
     stages, tile_n = cut.num_stages, cut.tile_n
 
@@ -240,18 +239,6 @@ def _fitted(cut: Launch, shape: HeadShape) -> Launch:
         else:
             tile_n //= 2
     return Launch(cut.block_m, tile_n, cut.num_warps, stages)
-
-
-@cache
-def _has_tensor_cores() -> bool:
-    """Which Triton knows to use. The interpreter has none, but does not mind."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    """The interpreter counts as one: it runs programs one after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _padded(numbers: int) -> int:

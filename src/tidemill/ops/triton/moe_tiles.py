@@ -6,7 +6,6 @@ token's choices in their order, so results do not depend on who came first.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tidemill.ops.triton.activation import FORMULAS, activated
+from tidemill.ops.triton.card import has_tensor_cores, shared_memory
 from tidemill.ops.triton.routing import SortedPairs, sort_pairs
 from tidemill.ops.triton.tuning import launch_config
 
@@ -187,7 +187,7 @@ def mix_by_tiles(
     """As `reference.mix_experts`; all tensors contiguous. The configs replace the measured launch parameters."""
     (tokens, top_k), (num_experts, width, inner) = experts.shape, down.shape
     rows = rows_key(tokens * top_k, num_experts)
-    if x.dtype == torch.float32 or not _tensor_cores():
+    if x.dtype == torch.float32 or not has_tensor_cores():
         up_config, down_config = _small_configs(rows)
     up_config = dict(up_config or launch_config("moe_up_tiles", f"{width}x{inner}@{rows}", default_up(rows)))
     down_config = dict(down_config or launch_config("moe_down_tiles", f"{width}x{inner}@{rows}", default_down(rows)))
@@ -282,17 +282,4 @@ def _config(block_n: int, block_k: int, warps: int, stages: int) -> dict[str, An
 def fitting(config: dict[str, Any], matrices: int, element_size: int) -> dict[str, Any]:
     """With fewer stages where the card's shared memory would not hold them."""
     stage = (config["BLOCK_M"] + matrices * config["BLOCK_N"]) * config["BLOCK_K"] * element_size
-    return {**config, "num_stages": max(1, min(config["num_stages"], _shared_memory() // stage))}
-
-
-@cache
-def _tensor_cores() -> bool:
-    """Whether Triton has them on this card; the interpreter takes the tiles of cards that do."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
-
-
-@cache
-def _shared_memory() -> int:
-    if not torch.cuda.is_available():
-        return 2**20
-    return triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
+    return {**config, "num_stages": max(1, min(config["num_stages"], shared_memory() // stage))}

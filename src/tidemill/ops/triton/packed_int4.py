@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tidemill.ops.triton.activation import FORMULAS, activated
+from tidemill.ops.triton.card import multiprocessors
 from tidemill.ops.triton.split import finish, split_memory
 from tidemill.quant.packed import PackedWeight
 
@@ -333,7 +333,7 @@ def run(
     even = gated % config["BLOCK_N"] == 0 and inputs % CHUNK.value == 0
     shared = {"inputs": inputs, "chunks": chunks, "HAS_ZEROS": zeros is not None, "HAS_BIAS": bias is not None}
     if variant == "integer":
-        programs = min(blocks, config.pop("PER_SM") * _multiprocessors(x.device))
+        programs = min(blocks, config.pop("PER_SM") * multiprocessors(x.device))
         quads = _quads(weight)
         _integer_kernel[(programs,)](
             *tensors, outputs, blocks, programs, gated, **shared, QUADS=quads, ROUNDS=triton.cdiv(blocks, programs),
@@ -352,8 +352,3 @@ def run(
 
 def _quads(weight: PackedWeight) -> int:
     return triton.next_power_of_2(8 * weight.data.shape[0])
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -55,7 +55,7 @@ family_tests() {
 [ $# -gt 0 ] || set -- kernels engine traffic families errors sanitizer
 for part in "$@"; do
   case $part in
-    kernels) for file in $(kernel_tests); do tests "$(basename "$file" .py)" 240 "$file"; done ;;
+    kernels) for file in $(kernel_tests); do tests "$(basename "$file" .py)" 300 "$file"; done ;;
     engine) for file in tests/gpu/test_{graphs,offload}_gpu.py; do tests "$(basename "$file" .py)" 180 "$file"; done ;;
     traffic) tests test_traffic_gpu 180 tests/gpu/test_traffic_gpu.py ;;
     families)

@@ -6,9 +6,11 @@ captured at the start; the others once they have been wanted often. Knows no mod
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -74,7 +76,7 @@ class DecodeGraphs:
             self._compute(size)
             torch.cuda.synchronize()
             # Other threads may go on using CUDA: a capture minds only its own.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with _nothing_collected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = self._compute(size)
         except torch.cuda.OutOfMemoryError as error:
             raise OutOfMemory(
@@ -83,3 +85,15 @@ class DecodeGraphs:
                 fix="a lower --gpu-memory-utilization, a smaller --max-num-seqs, or --enforce-eager",
             ) from error
         self._graphs[size] = (graph, outputs)
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Graphs of an engine that is gone, freed by the garbage collector during a capture, would break it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tidemill.ops.triton.overlap import await_previous, overlap, start_next
 from tidemill.ops.triton.tuning import launch_config
 
 FEW_ROWS = 512
@@ -38,7 +39,7 @@ def act_and_mul(gate_up: torch.Tensor, activation: str, *, config: dict[str, Any
     if config is None:
         config = launch_config("act_and_mul", key(inner, len(rows)), {"BLOCK": 1024, "num_warps": 4})
     _act_and_mul_kernel[(len(rows) * triton.cdiv(inner, config["BLOCK"]),)](
-        rows, out, rows.stride(0), INNER=inner, FORMULA=FORMULAS[activation], **config
+        rows, out, rows.stride(0), INNER=inner, FORMULA=FORMULAS[activation], **config, **overlap()
     )
     return out
 
@@ -48,7 +49,17 @@ def key(inner: int, rows: int) -> str:
 
 
 @triton.jit
-def _act_and_mul_kernel(gate_up, out, gate_up_row, INNER: tl.constexpr, FORMULA: tl.constexpr, BLOCK: tl.constexpr):
+def _act_and_mul_kernel(
+    gate_up,
+    out,
+    gate_up_row,
+    INNER: tl.constexpr,
+    FORMULA: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    start_next(OVERLAP)
+    await_previous(OVERLAP)
     # One axis for both: the second axis of a grid is too short for the rows of a batch of experts.
     BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
     program = tl.program_id(0)

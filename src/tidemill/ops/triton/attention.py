@@ -17,6 +17,7 @@ import triton
 
 from tidemill.ops.triton import attention_kernels as kernels
 from tidemill.ops.triton.card import has_tensor_cores, multiprocessors, shared_memory
+from tidemill.ops.triton.overlap import overlap
 from tidemill.ops.triton.tuning import launch_config
 
 Kind = Literal["decode", "split", "prefill", "short"]
@@ -161,6 +162,7 @@ def paged_attention(
             TILE_N=cut.tile_n,
             num_warps=cut.num_warps,
             num_stages=cut.num_stages,
+            **overlap(),
         )
 
     if num_decode > 0:
@@ -174,7 +176,15 @@ def paged_attention(
             launch("split", _cut("split", shape, launches), num_decode, (sums, peaks[0], peaks[1]))
             chunk = min(128, triton.next_power_of_2(value_dim))
             kernels.merge_splits[(num_decode * heads, triton.cdiv(value_dim, chunk))](
-                out, sums, *peaks, *out.stride()[:2], HEADS=heads, SPLITS=splits, VALUE=value_dim, CHUNK=chunk
+                out,
+                sums,
+                *peaks,
+                *out.stride()[:2],
+                HEADS=heads,
+                SPLITS=splits,
+                VALUE=value_dim,
+                CHUNK=chunk,
+                **overlap(),
             )
     num_prefill = rows.shape[0] - num_decode
     if num_prefill > 0:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tidemill.ops.triton.overlap import await_previous, start_next
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -221,7 +223,10 @@ def attend(
     TILE_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    start_next(OVERLAP)
+    await_previous(OVERLAP)
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     part = tl.program_id(0) % (KV_HEADS * HEAD_TILES)
     unit = tl.program_id(0) // (KV_HEADS * HEAD_TILES)
@@ -373,8 +378,11 @@ def merge_splits(
     SPLITS: tl.constexpr,
     VALUE: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One head of one sequence, CHUNK numbers of it. A split that saw nothing has a peak of -inf and no sums."""
+    start_next(OVERLAP)
+    await_previous(OVERLAP)
     program = tl.program_id(0)
     splits = program.to(tl.int64) * SPLITS + tl.arange(0, SPLITS)
     peaks = tl.load(part_peaks + splits)

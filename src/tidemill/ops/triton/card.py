@@ -15,6 +15,14 @@ def has_tensor_cores() -> bool:
 
 
 @cache
+def overlaps() -> bool:
+    """Whether a kernel may start before the one before it ends (`overlap.py`)."""
+    if triton.knobs.runtime.interpret or not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
+@cache
 def shared_memory() -> int:
     """Bytes that one program may have."""
     if not torch.cuda.is_available():

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tidemill.ops.triton.overlap import await_previous, overlap, start_next
 from tidemill.ops.triton.tuning import launch_config
 
 FEW_ROWS = 512
@@ -78,6 +79,7 @@ def _launch(
         ADD=residual is not None,
         BLOCK=triton.next_power_of_2(width),
         **config,
+        **overlap(),
     )
 
 
@@ -109,14 +111,17 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     KIND: tl.constexpr = x.dtype.element_ty
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     here = (row < rows) & (column < WIDTH)
-    numbers = tl.load(x + (row // INNER) * x_outer + (row % INNER) * x_inner + column, mask=here, other=0.0)
     # Loaded before the sum is known, so that it is there when the sum is.
     factors = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+    start_next(OVERLAP)
+    await_previous(OVERLAP)
+    numbers = tl.load(x + (row // INNER) * x_outer + (row % INNER) * x_inner + column, mask=here, other=0.0)
     wide = numbers.to(tl.float32)
     if ADD:
         beside = tl.load(residual + row * residual_row + column, mask=here, other=0.0)

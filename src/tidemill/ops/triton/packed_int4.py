@@ -18,6 +18,7 @@ import triton.language as tl
 
 from tidemill.ops.triton.activation import FORMULAS, activated
 from tidemill.ops.triton.card import multiprocessors
+from tidemill.ops.triton.overlap import await_previous, overlap
 from tidemill.ops.triton.split import finish, split_memory
 from tidemill.quant.packed import PackedWeight
 
@@ -178,6 +179,7 @@ def _integer_kernel(
     x, data, scales, zeros, bias, out, outputs, blocks, programs, gated,
     inputs: tl.constexpr, chunks: tl.constexpr, QUADS: tl.constexpr, BLOCK_N: tl.constexpr, ROUNDS: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, FORMULA: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # A thread takes four words that lie together, a "quad", of each output: eight quads make a chunk. Quads stand first
     # in every tile, which makes the compiler spread them over the threads and keep all outputs of a quad in one.
@@ -186,6 +188,7 @@ def _integer_kernel(
     group = (tl.arange(0, QUADS) // 8 * 2)[:, None]
     index = tl.program_id(0)
     n = index * BLOCK_N + tl.arange(0, BLOCK_N)
+    await_previous(OVERLAP)
     block = _block(data, scales, zeros, n, c, w, group, outputs, inputs, chunks, HAS_ZEROS, EVEN)
     if FORMULA != "":
         beside = _block(data, scales, zeros, n + gated, c, w, group, outputs, inputs, chunks, HAS_ZEROS, EVEN)
@@ -250,8 +253,9 @@ def _scaled_kernel(
     x, data, scales, zeros, bias, out, partial, drawn, rows, outputs, x_stride,
     inputs: tl.constexpr, chunks: tl.constexpr, split_chunks: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    await_previous(OVERLAP)
     dtype: tl.constexpr = x.dtype.element_ty
     groups: tl.constexpr = inputs // 128
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -338,14 +342,14 @@ def run(
         _integer_kernel[(programs,)](
             *tensors, outputs, blocks, programs, gated, **shared, QUADS=quads, ROUNDS=triton.cdiv(blocks, programs),
             EVEN=even and quads == 8 * chunks, ASM="" if INTERPRETED else PRODUCTS,
-            FORMULA="" if activation is None else FORMULAS[activation], **config,
+            FORMULA="" if activation is None else FORMULAS[activation], **config, **overlap(),
         )  # fmt: skip
         return out
     grid = (blocks, triton.cdiv(rows, config["BLOCK_M"]), config["SPLITS"])
     partial, drawn = split_memory(out, grid)
     _scaled_kernel[grid](
         *tensors, partial, drawn, rows, outputs, x.stride(0), **shared, split_chunks=triton.cdiv(chunks, grid[2]),
-        EVEN=even and chunks % grid[2] == 0, ASM=widening(x.dtype), **config,
+        EVEN=even and chunks % grid[2] == 0, ASM=widening(x.dtype), **config, **overlap(),
     )  # fmt: skip
     return out
 

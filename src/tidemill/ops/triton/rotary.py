@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tidemill.ops.reference import LEAST_PEAK, quantised_limit
 from tidemill.ops.triton.norm import weighted
+from tidemill.ops.triton.overlap import await_previous, overlap, start_next
 from tidemill.ops.triton.tuning import launch_config
 
 FEW_TOKENS = 256
@@ -86,6 +87,7 @@ def rotate_and_store(
         NORM=norm,
         LIMIT=0.0 if k_scale is None else quantised_limit(k_cache.dtype),
         **{**config, "CHUNK": chunk},
+        **overlap(),
     )
     return qkv[:, : heads * head_dim].unflatten(-1, (heads, head_dim))
 
@@ -175,9 +177,12 @@ def _rotate_and_store_kernel(
     NORM: tl.constexpr,
     LIMIT: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A program has one token and CHUNK heads of one kind. A head is three runs of numbers: the two halves that turn
     against each other, and the rest."""
+    start_next(OVERLAP)
+    await_previous(OVERLAP)
     KIND: tl.constexpr = qkv.dtype.element_ty
     DIM: tl.constexpr = 2 * HALF + REST
     token = tl.program_id(0).to(tl.int64)

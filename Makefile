@@ -5,7 +5,7 @@ ARGS ?=
 
 .PHONY: install serve test lint bench clean
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml constraints.txt setup.py $(wildcard src/tidemill/ops/cpu/native/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tidemill.nvidia import Driver, Gpu, look
+from tidemill.ops.cpu import library
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -38,6 +39,8 @@ class Hardware:
     """The newest CUDA the driver runs."""
     torch_cuda: str | None = None
     """The CUDA torch was built for; None: it runs on CPUs only."""
+    no_cpu_kernels: str | None = None
+    """Why the native kernels of this CPU cannot be used; None: they can."""
 
     @property
     def fast_bf16(self) -> bool:
@@ -63,6 +66,7 @@ def detect(root: Path = CGROUP, proc: Path = Path("/proc"), driver: Driver | Non
         gpu_problem=driver.problem,
         driver_cuda=driver.cuda,
         torch_cuda=torch_cuda(),
+        no_cpu_kernels=library.available(),
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tidemill.layers.cache_layout import CacheLayout
+from tidemill.layers.stored_vectors import StoredVectors
 from tidemill.ops import reference
 
 MAX_PADDING = 1.5
@@ -67,12 +68,21 @@ class PagedAttention:
         caches: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
         layout: CacheLayout,
         alibi: Sequence[float] | None = None,
+        scales: Sequence[tuple[torch.Tensor, torch.Tensor | None]] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """`caches` per slot of a page: keys and values; without values, these are the first numbers of the keys.
-        `alibi`: per head, how much a score falls with each position of distance."""
+        `alibi`: per head, how much a score falls with each position of distance. `scales` of quantised caches: per
+        slot, [blocks, block_size, kv_heads]. `dtype`: what queries, keys and values come in; the cache's own type
+        unless that is narrower."""
         self.caches, self.layout = caches, layout
         keys = caches[0][0]
-        self.block_size, self.dtype, self.device = keys.shape[1], keys.dtype, keys.device
+        self.block_size, self.dtype, self.device = keys.shape[1], dtype or keys.dtype, keys.device
+        self._slots: list[tuple[StoredVectors, StoredVectors | None]] = []
+        for slot, (k_cache, v_cache) in enumerate(caches):
+            k_scale, v_scale = (None, None) if scales is None else scales[slot]
+            values = None if v_cache is None else StoredVectors(v_cache, v_scale, self.dtype)
+            self._slots.append((StoredVectors(k_cache, k_scale, self.dtype), values))
         self.slopes = None if alibi is None else torch.tensor(alibi, device=self.device)
         self._plans: list[_Plan] = []
 
@@ -104,20 +114,20 @@ class PagedAttention:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]. Where v is None, the values
         are the first `value_dim` numbers of the keys."""
         group, slot = self.layout.places[layer]
-        plan, (k_cache, v_cache) = self._plans[group], self.caches[slot]
-        reference.write_cache(k, k_cache, plan.slots)
-        if v is not None and v_cache is not None:
-            reference.write_cache(v, v_cache, plan.slots)
+        plan, (stored_keys, stored_values) = self._plans[group], self._slots[slot]
+        stored_keys.write(k, plan.slots)
+        if v is not None and stored_values is not None:
+            stored_values.write(v, plan.slots)
             value_dim = v.shape[-1]
         heads = q.shape[1]
         out = q.new_empty(q.shape[0], heads, value_dim or q.shape[-1])
         for part in (*plan.decode, *plan.prefill):
-            keys = reference.gather_blocks(k_cache, part.blocks, part.sequences)[:, :, : part.length]
-            if v_cache is None:
+            keys = stored_keys.gather(part.blocks, part.sequences)[:, :, : part.length]
+            if stored_values is None:
                 # Whole keys as values take the fast path of equal widths; what is too much is cut off below.
                 values = keys
             else:
-                values = reference.gather_blocks(v_cache, part.blocks, part.sequences)[:, :, : part.length]
+                values = stored_values.gather(part.blocks, part.sequences)[:, :, : part.length]
             queries = q[part.first : part.last]
             if part.sequences < part.last - part.first:
                 found = reference.attend(

@@ -27,7 +27,7 @@ class KVCache:
         place: Placement,
         stored: torch.dtype | None = None,
     ) -> None:
-        """`stored`: a narrower type the numbers are kept in, each token and head with a scale of its own."""
+        """`stored`: a narrower type the numbers are kept in; one of 8 bits with a scale for each token and head."""
         self.padding_block = num_blocks
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -47,7 +47,7 @@ class KVCache:
             for shape in layout.shapes
         ]
         self.scales = None
-        if stored is not None:
+        if dtype.itemsize == 1:
             self.scales = [
                 (
                     zeros(shape.kv_heads, dtype=torch.float32),
@@ -58,5 +58,6 @@ class KVCache:
 
     def wipe(self, positions: torch.Tensor) -> None:
         """Zero these flat positions in every layer."""
-        for cache in (tensor for slot in self.slots for tensor in slot if tensor is not None):
+        slots = [*self.slots, *(self.scales or ())]
+        for cache in (tensor for slot in slots for tensor in slot if tensor is not None):
             cache.view(-1, *cache.shape[2:])[positions] = 0

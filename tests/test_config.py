@@ -11,6 +11,7 @@ from tidemill.config import EngineArgs, EngineConfig, ModelFacts, activations, l
 from tidemill.errors import ConfigError, OutOfMemory, StartupError
 from tidemill.hardware import Hardware
 from tidemill.models.registry import describe
+from tidemill.precision import StoredWeights
 
 GIB = 2**30
 MACHINE = Hardware(
@@ -41,7 +42,7 @@ FACTS = ModelFacts(
     impl="native",
     impl_why="a native architecture",
     num_parameters=300_000_000,
-    stored_dtype="BF16",
+    stored=StoredWeights("BF16"),
     eos_ids=(2, 99_999),
 )
 BLOCK = 16 * 2 * 16 * 4 * 64 * 2
@@ -89,7 +90,7 @@ def test_what_was_asked_for_says_so():
     ],
 )
 def test_auto_dtype_follows_the_cpu_and_the_file(hardware, stored, dtype, words):
-    config = resolved(hardware, replace(FACTS, stored_dtype=stored))
+    config = resolved(hardware, replace(FACTS, stored=StoredWeights(stored)))
     assert config.dtype == dtype
     assert words in config.why["dtype"]
 

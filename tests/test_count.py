@@ -15,6 +15,8 @@ from tidemill.models.count import count_weights
 from tidemill.models.decoder import Decoder
 from tidemill.models.registry import describe
 from tidemill.models.spec import DecoderSpec
+from tidemill.precision import cpu_packing
+from tidemill.quant.packing import Packing
 from tidemill.quant.scheme import INT4, INT8
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -89,14 +91,14 @@ def test_numbers_are_the_parameters_that_are_loaded(case):
     assert count_weights(spec).numbers == sum(parameter.target.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("scheme", [INT4, INT8], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("packing", [Packing(INT4), Packing(INT8), cpu_packing(INT4, {})], ids=["int4", "int8", "CPU"])
 @pytest.mark.parametrize("case", ["plain", "latent attention", "shared experts"])
-def test_packed_matrices_are_counted_packed(case, scheme):
+def test_packed_matrices_are_counted_packed(case, packing):
     family, changes = CASES[case]
     spec = spec_of(family, {"hidden_size": 64, "intermediate_size": 128, **changes})
     count = count_weights(spec)
-    model = Decoder(spec, 64, Placement(torch.bfloat16, torch.device("cpu"), scheme))
-    assert count.nbytes(2, scheme) == allocated(model) != count.nbytes(2)
+    model = Decoder(spec, 64, Placement(torch.bfloat16, torch.device("cpu"), packing))
+    assert count.nbytes(2, packing) == allocated(model) != count.nbytes(2)
 
 
 def test_a_published_model_has_its_published_size():
@@ -113,9 +115,9 @@ def test_a_published_model_has_its_published_size():
     }
     count = count_weights(describe(raw))
     assert count.numbers == 8_030_261_248
-    assert count.largest_matrix == 2 * 14336 * 4096
+    assert count.largest_packed(Packing(INT4)) == 2 * 14336 * 4096
     assert (
         0.24
-        < sum(layer.nbytes(2, INT4) for layer in count.layers) / sum(layer.nbytes(2) for layer in count.layers)
+        < sum(layer.nbytes(2, Packing(INT4)) for layer in count.layers) / sum(layer.nbytes(2) for layer in count.layers)
         < 0.28
     )

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tidemill.models.registry import NATIVE, TEXT_PARTS
-from tidemill.weights.gguf_architectures import ARCHITECTURES
+from tidemill.weights.gguf_architectures import ARCHITECTURES, MIXTURES
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 MARK = "<!-- generated from here on: python -m tests.test_docs_models -->"
@@ -38,9 +38,10 @@ TESTED_IN = {
 
 
 def page() -> str:
-    gguf: dict[str, list[str]] = {}
-    for name, architecture in ARCHITECTURES.items():
-        gguf.setdefault(architecture.class_name, []).append(name)
+    # Converters write Mistral as a llama with a window.
+    gguf = {"MistralForCausalLM": ["llama"]}
+    for architecture in (*ARCHITECTURES.values(), *MIXTURES.values()):
+        gguf.setdefault(architecture.class_name, []).append(architecture.name)
     lines = [
         MARK,
         "",

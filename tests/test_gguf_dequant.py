@@ -8,9 +8,12 @@ import torch
 from tidemill.errors import UnsupportedModel
 from tidemill.weights import gguf_dequant
 from tidemill.weights.gguf_checkpoint import GgufCheckpoint
+from tidemill.weights.gguf_schemes import SCHEMES
 from tidemill.weights.location import ModelFiles, locate
 
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+QUANTISED += ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"]
+QUANTISED += ["TQ1_0", "TQ2_0", "MXFP4", "NVFP4"]
 
 
 def random_blocks(kind: gguf.GGMLQuantizationType, count: int) -> np.ndarray:
@@ -37,21 +40,31 @@ def test_random_blocks_are_bit_equal(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_unpacked_integers_and_scales_rebuild_the_same_numbers(name):
+def test_the_extremes_of_every_field_are_bit_equal(name):
+    """One stretch of bytes after the other is all set or all clear, in a block that is random otherwise."""
     kind = gguf.GGMLQuantizationType[name]
-    blocks = torch.from_numpy(random_blocks(kind, 10))
-    elements, _ = gguf.GGML_QUANT_SIZES[kind]
-    part = gguf_dequant.unpack(blocks, name)
-    rebuilt = part.values.float() * part.scale
-    if part.shift is not None:
-        rebuilt = rebuilt + part.shift
-    assert torch.equal(rebuilt.view(-1, elements), gguf_dequant.dequantize(blocks.view(-1), name, (10, elements)))
+    blocks = np.repeat(random_blocks(kind, 1), 64, axis=0)
+    for row in range(1, 64):
+        # What stops being a number by it is left out below.
+        start = (row // 2) * blocks.shape[1] // 32
+        blocks[row, start : start + 8] = 255 * (row % 2)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(blocks, kind).astype(np.float32)
+    finite = np.isfinite(expected).all(axis=1)
+    actual = gguf_dequant.dequantize(torch.from_numpy(blocks[finite]).view(-1), name, expected[finite].shape)
+    assert finite.sum() > 16
+    assert torch.equal(actual, torch.from_numpy(expected[finite]))
+
+
+def test_every_type_of_the_gguf_package_that_holds_weights_is_read():
+    held = {kind.name for kind in gguf.quants._type_traits} - {"BF16"}
+    assert held == set(QUANTISED) == set(gguf_dequant.UNPACK) == set(SCHEMES)
 
 
 def test_an_unsupported_type_names_the_tensor_and_what_is_supported():
     with pytest.raises(UnsupportedModel) as caught:
-        gguf_dequant.check_supported("IQ2_XXS", "blk.0.ffn_up.weight")
-    assert "blk.0.ffn_up.weight" in caught.value.message and "IQ2_XXS" in caught.value.message
+        gguf_dequant.check_supported("Q8_K", "blk.0.ffn_up.weight")
+    assert "blk.0.ffn_up.weight" in caught.value.message and "Q8_K" in caught.value.message
     assert "Q4_K" in caught.value.cause
 
 

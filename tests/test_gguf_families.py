@@ -2,17 +2,15 @@
 
 import json
 
-import gguf
-import numpy as np
 import pytest
 import torch
 import transformers
 from transformers import AutoConfig
 
-from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.helpers.gguf_writing import LONG, MODEL_ARCH, SHORT, TRANSPOSED, convert
+from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.location import ModelFiles
 
-MODEL_ARCH = gguf.MODEL_ARCH
 LAYERS = 7
 TINY = {
     "vocab_size": 203,
@@ -28,6 +26,13 @@ FAMILIES = {
     "Gemma": (MODEL_ARCH.GEMMA, {"head_dim": 16, "tie_word_embeddings": True}),
     "Gemma2": (MODEL_ARCH.GEMMA2, {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}),
     "Gemma3": (MODEL_ARCH.GEMMA3, {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "GPT2": (
+        MODEL_ARCH.GPT2,
+        {"n_inner": 80, "intermediate_size": None, "num_key_value_heads": None, "tie_word_embeddings": True},
+    ),
+    "Mistral": (MODEL_ARCH.LLAMA, {"head_dim": 12, "sliding_window": 20}),
+    "Mixtral": (MODEL_ARCH.LLAMA, {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "Phi": (MODEL_ARCH.PHI2, {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     "Phi3": (MODEL_ARCH.PHI3, {"pad_token_id": 0, "sliding_window": 20, "original_max_position_embeddings": 64}),
     "Qwen3Moe": (
         MODEL_ARCH.QWEN3MOE,
@@ -48,76 +53,14 @@ NOT_IN_A_GGUF = {
     "use_bidirectional_attention",
     "use_cache",
 }
-LONG, SHORT = [1.0, 2.0, 4.0, 8.0, 8.0, 8.0], [1.0, 1.0, 1.5, 1.5, 2.0, 2.0]
-
-
-def convert(folder: Checkpoint, path, arch: gguf.MODEL_ARCH, config) -> Checkpoint:
-    """Names by the gguf package's own table; metadata and changes to the weights as the converter makes them."""
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    for key in ("bos", "eos", "pad"):
-        if (token := getattr(config, f"{key}_token_id")) is not None:
-            getattr(writer, f"add_{key}_token_id")(token)
-    if arch != MODEL_ARCH.PHI3:
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-    extra_metadata(writer, arch, config)
-    stacks: dict[str, list[torch.Tensor]] = {}
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name in folder.tensors:
-        tensor = folder.read(name)
-        if arch in (MODEL_ARCH.GEMMA, MODEL_ARCH.GEMMA2, MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
-            tensor = tensor + 1
-        parts = name.split(".")
-        if "experts" in parts:
-            del parts[parts.index("experts") + 1]
-            stacks.setdefault(".".join(parts), []).append(tensor)
-            continue
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.numpy())
-    for name, experts in stacks.items():
-        writer.add_tensor(names.get_name(name, (".weight",)), torch.stack(experts).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return open_checkpoint(ModelFiles("gguf", path, str(path)))
-
-
-def extra_metadata(writer: gguf.GGUFWriter, arch: gguf.MODEL_ARCH, config) -> None:
-    if arch in (MODEL_ARCH.GEMMA2, MODEL_ARCH.GEMMA3, MODEL_ARCH.PHI3):
-        writer.add_sliding_window(config.sliding_window)
-    if arch == MODEL_ARCH.GEMMA2:
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    elif arch == MODEL_ARCH.GEMMA3:
-        writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
-        if config.rope_parameters["full_attention"]["rope_type"] == "linear":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(config.rope_parameters["full_attention"]["factor"])
-    elif arch == MODEL_ARCH.PHI3:
-        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
-        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-        if config.rope_parameters["rope_type"] == "longrope":
-            writer.add_rope_scaling_attn_factors(1.1)
-            writer.add_tensor("rope_factors_long.weight", np.array(LONG, np.float32))
-            writer.add_tensor("rope_factors_short.weight", np.array(SHORT, np.float32))
-    elif arch == MODEL_ARCH.QWEN3MOE:
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
 def written(tmp_path, family: str, **settings):
     """The folder transformers writes, the GGUF made of it, and transformers' config."""
     arch, special = FAMILIES[family]
     torch.manual_seed(0)
-    model_class = getattr(transformers, f"{family}ForCausalLM")
+    ending = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model_class = getattr(transformers, f"{family}{ending}")
     config_class = transformers.Gemma3TextConfig if family == "Gemma3" else model_class.config_class
     model = model_class(config_class(**TINY | special | settings)).float()
     for name, tensor in model.named_parameters():
@@ -135,10 +78,13 @@ def test_every_tensor_is_that_of_the_folder(tmp_path, family):
     expected = {name for name in source.tensors if not (config.tie_word_embeddings and name == "lm_head.weight")}
     assert set(checkpoint.tensors) == expected
     for name in expected:
-        assert checkpoint.tensors[name].shape == source.tensors[name].shape
+        # A GGUF of GPT-2 holds plain linear layers, and the config made of it says so.
+        turned = family == "GPT2" and name.endswith(TRANSPOSED)
+        wanted = source.read(name).t() if turned else source.read(name)
+        assert checkpoint.tensors[name].shape == wanted.shape
         # Adding 1 and taking it away again in float32 rounds once.
         tolerance = 1e-6 if name.endswith("norm.weight") else 0
-        torch.testing.assert_close(checkpoint.read(name), source.read(name), rtol=0, atol=tolerance, msg=name)
+        torch.testing.assert_close(checkpoint.read(name), wanted, rtol=0, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -196,7 +196,7 @@ class TestRefusals:
         assert "llama, qwen2, qwen3" in caught.value.cause
 
     def test_experts(self, tmp_path):
-        files = write_model(tmp_path / "m.gguf", "llama", layer(), expert_count=8)
+        files = write_model(tmp_path / "m.gguf", "qwen2", layer(), expert_count=8)
         with pytest.raises(UnsupportedModel, match="mixture-of-experts"):
             open_checkpoint(files)
 

@@ -16,6 +16,7 @@ from tidemill.models.count import count_weights
 from tidemill.models.registry import describe
 from tidemill.nvidia import Gpu
 from tidemill.plan.parts import CUDA_BYTES
+from tidemill.precision import StoredWeights
 
 GIB = 2**30
 H200 = Gpu("NVIDIA H200", 140 * GIB, GIB // 2, (9, 0))
@@ -53,7 +54,7 @@ FACTS = ModelFacts(
     impl="native",
     impl_why="a native architecture",
     num_parameters=COUNT.numbers,
-    stored_dtype="BF16",
+    stored=StoredWeights("BF16"),
     eos_ids=(2,),
     count=COUNT,
 )
@@ -153,7 +154,7 @@ def test_devices_that_are_not_there(device):
 )
 def test_precision_follows_the_file_and_the_card(gpu, stored, asked, dtype, words):
     small = describe({**RAW, "num_hidden_layers": 2, "vocab_size": 1000})
-    facts = replace(FACTS, stored_dtype=stored, shape=small.shape, count=count_weights(small))
+    facts = replace(FACTS, stored=StoredWeights(stored), shape=small.shape, count=count_weights(small))
     config = resolved(replace(MACHINE, gpus=(gpu,)), facts, dtype=asked)
     assert config.dtype == dtype
     assert words in config.why["dtype"]
@@ -166,7 +167,7 @@ def test_bfloat16_on_a_card_without_it_is_refused_with_half():
 
 def test_what_only_a_gpu_does_is_refused_with_why_none_is_used():
     machine = replace(SMALL, torch_cuda=None)
-    for args in ({"dtype": "half"}, {"kv_cache_dtype": "int8"}, {"cpu_offload_gb": 1.0}):
+    for args in ({"dtype": "half"}, {"cpu_offload_gb": 1.0}):
         assert "Tesla T4, but the installed torch is built for CPUs" in (refusal(machine, **args).cause or "")
 
 
@@ -342,7 +343,6 @@ def test_offloaded_layers_leave_the_card_and_are_kept_by_the_host():
         (FOREIGN, {"quantization": "int4"}),
         (FACTS, {"kv_cache_dtype": "int3"}),
         (FACTS, {"kv_cache_dtype": "float16"}),
-        (FACTS, {"kv_cache_dtype": "fp8", "device": "cpu"}),
         (FACTS, {"cpu_offload_gb": -1.0}),
         (FACTS, {"cpu_offload_gb": float("nan")}),
         (FACTS, {"cpu_offload_gb": 1.0, "device": "cpu"}),

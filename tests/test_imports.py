@@ -14,18 +14,19 @@ import tidemill
 SOURCE = Path(tidemill.__file__).parent
 
 BELOW = {
-    "cli": {"server", "engine", "core", "weights", "config", "errors", "hardware", "llm", "progress"},
+    "cli": {"server", "engine", "core", "weights", "config", "errors", "hardware", "llm", "progress", "quantise"},
     "server": {"engine", "core", "text", "errors"},
     "llm": {"engine", "core", "text", "config", "errors", "progress"},
-    "engine": {"core", "runtime", "models", "text", "weights", "config", "errors", "hardware"},
+    "engine": {"core", "runtime", "models", "text", "weights", "config", "precision", "errors", "hardware"},
+    "quantise": {"runtime", "core", "models", "layers", "ops", "quant", "weights", "text", "config", "errors"},
     "core": {"errors"},
-    "runtime": {"core", "models", "layers", "ops", "quant", "weights", "config", "plan", "errors"},
+    "runtime": {"core", "models", "layers", "ops", "quant", "weights", "config", "plan", "precision", "errors"},
     "models": {"layers", "ops", "quant", "errors"},
     "layers": {"ops", "quant", "errors"},
     "quant": {"errors"},
     "ops": {"quant"},
     "text": {"weights", "errors"},
-    "weights": {"errors"},
+    "weights": {"quant", "errors"},
     "config": {
         "device_choice",
         "precision",
@@ -40,7 +41,7 @@ BELOW = {
     "plan": {"hardware", "nvidia", "core", "models", "quant", "errors"},
     "precision": {"device_choice", "hardware", "nvidia", "quant", "errors"},
     "device_choice": {"hardware", "nvidia", "errors"},
-    "hardware": {"nvidia"},
+    "hardware": {"nvidia", "ops"},
     "nvidia": set(),
     "progress": set(),
     "errors": set(),
@@ -48,7 +49,7 @@ BELOW = {
 """Each room or root module, and what else of the package it may know."""
 
 HEAVY = ("torch", "transformers")
-TORCH_ROOMS = {"runtime", "models", "layers", "ops", "quant"}
+TORCH_ROOMS = {"runtime", "models", "layers", "ops", "quant", "quantise"}
 HTTP = ("fastapi", "starlette", "uvicorn", "pydantic", "msgspec", "prometheus_client")
 
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -15,6 +15,7 @@ from tidemill.models.count import count_weights
 from tidemill.models.decoder import Decoder
 from tidemill.models.registry import describe
 from tidemill.plan.offload import plan_offload
+from tidemill.quant.packing import DENSE, Packing
 from tidemill.quant.scheme import INT8, Scheme
 from tidemill.runtime.loader import fill_dummy, load_weights
 from tidemill.runtime.offload import ALIGNMENT, Arena, Conveyor, Offload
@@ -48,7 +49,7 @@ def checkpoint(request, tmp_path_factory) -> Checkpoint:
 
 
 def loaded(checkpoint: Checkpoint, offloaded: int, scheme: Scheme | None = None) -> Decoder:
-    place = replace(PLACE, scheme=scheme)
+    place = replace(PLACE, packing=DENSE if scheme is None else Packing(scheme))
     model = Decoder(describe(checkpoint.config), 64, place, Offload(offloaded).make_layer)
     load_weights(model, checkpoint, device=DEVICE)
     return model

@@ -22,7 +22,7 @@ ALONE = PROMPTS if os.environ.get("TIDEMILL_FULL") else PROMPTS[::7]
 
 
 def load(**settings: Any) -> LLM:
-    return LLM("smollm2", dtype="float32", max_model_len=1024, **settings)
+    return LLM("smollm2", dtype="float32", quantization="none", max_model_len=1024, **settings)
 
 
 def texts(llm: LLM, prompts: tuple[str, ...]) -> dict[str, list[int]]:

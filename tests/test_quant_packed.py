@@ -17,7 +17,8 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.registry import describe
 from tidemill.quant.on_load import pack
 from tidemill.quant.packed import PackedWeight
-from tidemill.quant.scheme import FP8, INT4, INT8, SCHEMES, applies, supports, weight_bytes
+from tidemill.quant.packing import DENSE, Matrix, Packing
+from tidemill.quant.scheme import FP8, INT4, INT8, SCHEMES, applies, supports
 from tidemill.runtime.loader import load_weights
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.location import locate
@@ -96,15 +97,15 @@ def test_what_stays_dense_has_a_reason():
     assert "multiples of 16" in str(applies(FP8, 64, 40))
     assert "fewer than 16" in str(applies(INT8, 1, 64))
     assert applies(INT8, 64, 40) is None
-    assert weight_bytes(INT4, 64, 48, 2) == 64 * 48 * 2
-    assert weight_bytes(INT4, 64, 256, 2) == 64 * (128 + 2 * 2 * 2)
+    assert Packing(INT4).nbytes(Matrix("x", 64, 48), 2) == 64 * 48 * 2
+    assert Packing(INT4).nbytes(Matrix("x", 64, 256), 2) == 64 * (128 + 2 * 2 * 2)
     assert supports(FP8, (9, 0)) is None and supports(INT4, (7, 5)) is None
     assert "8.0" in str(supports(FP8, (8, 0)))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_a_fused_layer_fills_the_rows_of_each_part(scheme):
-    place = Placement(torch.float32, CPU, scheme)
+    place = Placement(torch.float32, CPU, Packing(scheme))
     order = torch.cat((torch.arange(32).flip(0), torch.arange(32, 64)))
     linear = Linear(96, {"q": 32, "k": 32}, bias=True, place=place, transposed=True, rows=order)
     stored = {
@@ -127,7 +128,7 @@ def test_a_model_loads_packed_and_answers_as_its_unpacked_self(tmp_path, scheme)
     write_checkpoint(tmp_path, "Llama", hidden_size=64, intermediate_size=96, num_hidden_layers=1)
     checkpoint = opened(tmp_path)
     spec = describe(checkpoint.config)
-    packed, dense = (Decoder(spec, 32, Placement(torch.float32, CPU, chosen)) for chosen in (scheme, None))
+    packed, dense = (Decoder(spec, 32, Placement(torch.float32, CPU, chosen)) for chosen in (Packing(scheme), DENSE))
     load_weights(packed, checkpoint, check=True)
     load_weights(dense, checkpoint)
     layers = 0
@@ -161,6 +162,6 @@ def test_numbers_that_are_not_finite_are_found_behind_the_packing(tmp_path, sche
     tensors[name][3, 7] = value
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     checkpoint = opened(tmp_path)
-    model = Decoder(describe(checkpoint.config), 32, Placement(torch.float32, CPU, scheme))
+    model = Decoder(describe(checkpoint.config), 32, Placement(torch.float32, CPU, Packing(scheme)))
     with pytest.raises(BadCheckpoint, match=rf"1 of .* {name} are NaN or infinite"):
         load_weights(model, checkpoint, check=True)

@@ -23,6 +23,7 @@ REPOS = {
         "original/consolidated.safetensors": b"twice",
     },
     "org/one-gguf": {"README.md": b"", "model-Q4_K_M.gguf": b"gguf", "config.json": b"{}"},
+    "org/split-gguf": {f"q/m-Q8_0-0000{part}-of-00002.gguf": b"%d" % part for part in (1, 2)},
     "org/many-ggufs": {"m-Q4_K_M.gguf": b"q4", "m-Q8_0.gguf": b"q8"},
     "org/pickle": {
         "config.json": b"{}",
@@ -168,6 +169,13 @@ def test_the_only_gguf_of_a_repository_is_taken(hub, tmp_path):
 def test_one_gguf_by_file_name_or_by_quantisation(hub, tmp_path, name):
     found = locate_in_process(tmp_path, hub, name)
     assert Path(found["path"]).read_bytes() == b"q8"
+
+
+@pytest.mark.parametrize("name", ["org/split-gguf", "org/split-gguf:Q8_0"])
+def test_all_parts_of_a_split_gguf_are_fetched(hub, tmp_path, name):
+    path = Path(locate_in_process(tmp_path, hub, name)["path"])
+    assert path.name == "m-Q8_0-00001-of-00002.gguf"
+    assert sorted(part.read_bytes() for part in path.parent.iterdir()) == [b"1", b"2"]
 
 
 def test_of_several_ggufs_one_must_be_named(hub, tmp_path):

@@ -87,12 +87,17 @@ class TestLocalPaths:
         path.write_bytes(b"")
         assert locate(str(path)).kind == "gguf"
 
-    def test_one_part_of_a_split_gguf_is_refused_with_the_merge_command(self, tmp_path):
-        path = tmp_path / "model-00001-of-00003.gguf"
-        path.write_bytes(b"")
-        with pytest.raises(UnsupportedModel) as caught:
-            locate(str(path))
-        assert "llama-gguf-split --merge" in caught.value.fix
+    @pytest.mark.parametrize("name", ["", "model-00001-of-00003.gguf", "model-00003-of-00003.gguf"])
+    def test_a_split_gguf_is_its_first_part_by_whatever_part_it_is_named(self, tmp_path, name):
+        for number in (1, 2, 3):
+            (tmp_path / f"model-0000{number}-of-00003.gguf").write_bytes(b"")
+        assert locate(str(tmp_path / name)).path == tmp_path / "model-00001-of-00003.gguf"
+
+    def test_a_split_gguf_without_its_first_part_is_refused_by_name(self, tmp_path):
+        (tmp_path / "model-00002-of-00003.gguf").write_bytes(b"")
+        for path in (tmp_path, tmp_path / "model-00002-of-00003.gguf"):
+            with pytest.raises(ModelUnavailable, match=r"model-00001-of-00003\.gguf is missing"):
+                locate(str(path))
 
     @pytest.mark.parametrize("of", ["folder", "file"])
     def test_a_gguf_under_another_name_is_to_be_renamed(self, tmp_path, of):

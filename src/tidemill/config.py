@@ -28,8 +28,17 @@ from tidemill.plan.parts import (
     cache_bytes_per_token,
     gpu_parts,
 )
-from tidemill.precision import DTYPE_BYTES, QUANTISED_CACHES, choose_cache_dtype, choose_dtype, choose_quantization
-from tidemill.quant.scheme import Scheme, supports
+from tidemill.precision import (
+    CACHE_BYTES,
+    DTYPE_BYTES,
+    QUANTISED_CACHES,
+    StoredWeights,
+    choose_cache_dtype,
+    choose_dtype,
+    choose_packing,
+)
+from tidemill.quant.packing import Packing
+from tidemill.quant.scheme import supports
 
 GIB = 2**30
 LOAD_FORMATS = ("auto", "dummy")
@@ -158,9 +167,10 @@ class EngineConfig:
     graph_sizes: list[int] = field(default_factory=list)
     """Numbers of decoding rows for which a step is captured; empty: none is."""
     quantization: str | None = None
-    """What the weights are packed into while loading: a name of `quant/scheme.py`."""
+    """What the weights are packed into while loading: a name of `quant/scheme.py`, or `stored` for those that are
+    quantised already and stay so."""
     kv_cache_dtype: str = "auto"
-    """The dtype's own name, or fp8 or int8: then with scales."""
+    """The dtype's own name or that of a narrower one; fp8 and int8 have scales."""
     offload_layers: int = 0
     """So many of the last layers stay in host memory and pass through the device."""
     load_format: str = "auto"
@@ -190,7 +200,7 @@ class ModelFacts:
     impl: Literal["native", "transformers"]
     impl_why: str
     num_parameters: int
-    stored_dtype: str
+    stored: StoredWeights
     eos_ids: tuple[int, ...]
     count: WeightCount | None = None
     """What a native model holds, by part."""
@@ -202,12 +212,12 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     why["model_impl"] = facts.impl_why
     device = choose_device(args.device, hardware)
     why["device"] = device.why
-    dtype, why["dtype"] = choose_dtype(args.dtype, facts.stored_dtype, device, hardware)
-    scheme, why["quantization"] = choose_quantization(
-        args.quantization, facts.stored_dtype, device, native=facts.impl == "native", origin=facts.origin
+    dtype, why["dtype"] = choose_dtype(args.dtype, facts.stored.dtype, device, hardware)
+    quantization, packing, why["quantization"] = choose_packing(
+        args.quantization, facts.stored, device, hardware, native=facts.impl == "native", origin=facts.origin
     )
-    if scheme is not None and facts.count is not None:
-        why["quantization"] += f"; {facts.count.packed_share(scheme):.0%} of the weights are packed"
+    if quantization is not None and facts.count is not None:
+        why["quantization"] += f"; {facts.count.packed_share(packing):.0%} of the weights are packed"
     cache_dtype, why["kv_cache_dtype"] = choose_cache_dtype(args.kv_cache_dtype, dtype, device)
     defaults = _defaults(device)
     block_size = _positive("block_size", args.block_size, defaults.block_size, why, "default")
@@ -219,12 +229,13 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     chunked = True if args.enable_chunked_prefill is None else args.enable_chunked_prefill
     batched = _batched_tokens(args, defaults, chunked, wanted_len, max_num_seqs, why)
     graph_sizes = _graph_sizes(args, facts, device, min(max_num_seqs, batched), why)
-    layers = None if facts.count is None else [layer.nbytes(DTYPE_BYTES[dtype], scheme) for layer in facts.count.layers]
+    layers = (
+        None if facts.count is None else [layer.nbytes(DTYPE_BYTES[dtype], packing) for layer in facts.count.layers]
+    )
     offload, freed = choose_offload(args.cpu_offload_gb, layers, hardware, on_cpu=None if device.gpu else device.why)
     if freed is not None:
         why["offload_layers"] = freed
-    quantised_cache = cache_dtype in QUANTISED_CACHES
-    per_token = cache_bytes_per_token(shape, 1 if quantised_cache else DTYPE_BYTES[dtype], scaled=quantised_cache)
+    per_token = cache_bytes_per_token(shape, CACHE_BYTES[cache_dtype], scaled=cache_dtype in QUANTISED_CACHES)
     cache = Cache(per_token * block_size, block_size, shape.layout.windows, batched)
     load = Load(
         shape,
@@ -233,9 +244,9 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         DTYPE_BYTES[dtype],
         block_size,
         graph_sizes,
-        _scratch(facts, scheme, device, DTYPE_BYTES[dtype]),
+        _scratch(facts, packing, device, hardware, DTYPE_BYTES[dtype]),
     )
-    weight_bytes = _weight_bytes(facts, DTYPE_BYTES[dtype], scheme) - offload.host_bytes
+    weight_bytes = _weight_bytes(facts, DTYPE_BYTES[dtype], packing) - offload.host_bytes
     plan = _plan(args, device, hardware, load, weight_bytes, offload, cache, wanted_len, why)
     if device.gpu is not None and (max_num_seqs + 1) * (plan.max_model_len + 1) >= MOST_ROW_TOKENS:
         raise ConfigError(
@@ -275,7 +286,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         device_name=hardware.cpu_name if device.gpu is None else device.gpu.name,
         enforce_eager=not graph_sizes,
         graph_sizes=graph_sizes,
-        quantization=None if scheme is None else scheme.name,
+        quantization=quantization,
         kv_cache_dtype=cache_dtype,
         offload_layers=offload.layers,
         load_format=args.load_format,
@@ -312,21 +323,26 @@ def _plan(
     return make_plan(wishes, gpu_budget(wishes, device.gpu, hardware.gpus), on_gpu, cache, load.rows, wanted_len, why)
 
 
-def _weight_bytes(facts: ModelFacts, element_size: int, scheme: Scheme | None) -> int:
+def _weight_bytes(facts: ModelFacts, element_size: int, packing: Packing) -> int:
     if facts.count is None:
         return facts.num_parameters * element_size
-    return facts.count.nbytes(element_size, scheme)
+    return facts.count.nbytes(element_size, packing)
 
 
-def _scratch(facts: ModelFacts, scheme: Scheme | None, device: Device, element_size: int) -> int:
-    """Packed matrices are unpacked one at a time where a step has many tokens; on a CPU always, by way of integers.
-    fp8 goes by way of float32 where it is not multiplied as it is."""
-    if scheme is None or facts.count is None:
+def _scratch(facts: ModelFacts, packing: Packing, device: Device, hardware: Hardware, element_size: int) -> int:
+    """Packed matrices are unpacked one at a time where a step has many tokens; on a CPU without kernels always, by way
+    of integers. fp8 goes by way of float32 where it is not multiplied as it is."""
+    if facts.count is None or not (largest := facts.count.largest_packed(packing)):
         return 0
     if device.gpu is None:
-        return facts.count.largest_matrix * 12
-    widened = scheme.kind == "fp8" and (element_size == 4 or supports(scheme, device.gpu.capability) is not None)
-    return facts.count.largest_matrix * (8 if widened else element_size)
+        return 0 if hardware.no_cpu_kernels is None else largest * 12
+    scheme = packing.on_load
+    widened = (
+        scheme is not None
+        and scheme.kind == "fp8"
+        and (element_size == 4 or supports(scheme, device.gpu.capability) is not None)
+    )
+    return largest * (8 if widened else element_size)
 
 
 def _defaults(device: Device) -> _Defaults:
@@ -456,6 +472,6 @@ def _saving(
         why["cache_saving"] = f"{count} of {len(shape.caches)} layers keep only their window of {reach} tokens"
     elif compressed:
         why["cache_saving"] = "keys and values are kept compressed"
-    if cache_dtype in QUANTISED_CACHES:
+    if CACHE_BYTES[cache_dtype] < element_size:
         why["cache_saving"] = "; ".join(filter(None, (why.get("cache_saving"), f"numbers are kept as {cache_dtype}")))
     return saving

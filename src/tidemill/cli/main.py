@@ -17,6 +17,7 @@ COMMANDS = {
     "chat": "Talk to a model in the terminal.",
     "complete": "Continue a text, streaming to the terminal.",
     "models": "List, fetch, locate and remove models.",
+    "quantize": "Round a model to fewer bits and write it to a folder.",
 }
 
 EXAMPLES = """\b

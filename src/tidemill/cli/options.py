@@ -71,8 +71,15 @@ def engine_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--load-format", default="auto", show_default=True, help="auto; dummy: random weights, no files."),
         click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, or half on a GPU."),
         click.option("--device", default="auto", show_default=True, help="auto, cuda, cuda:1 or cpu."),
-        click.option("--quantization", "-q", metavar="SCHEME", help="Pack weights while loading: int4, int8 or fp8."),
-        click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto; fp8 or int8 on a GPU."),
+        click.option(
+            "--quantization",
+            "-q",
+            metavar="SCHEME",
+            help="Pack weights while loading: int4, int8 or fp8. Those that are quantised stay so; none widens them.",
+        ),
+        click.option(
+            "--kv-cache-dtype", default="auto", show_default=True, help="auto; bf16, fp8 or int8 keep more tokens."
+        ),
         click.option("--max-model-len", type=HumanInt(), help="Context length: prompt and answer together."),
         click.option("--max-num-seqs", type=HumanInt(), help="Sequences that run at once."),
         click.option("--max-num-batched-tokens", type=HumanInt(), help="Tokens computed in one step."),

@@ -59,8 +59,8 @@ def _device(config: EngineConfig) -> tuple[str, str]:
 def _gpu_rows(config: EngineConfig) -> list[tuple[str, str, str]]:
     """What only some starts have."""
     rows = []
-    if config.quantization is not None:
-        rows.append(("weights", config.quantization, config.why["quantization"]))
+    if config.quantization is not None or "widened" in config.why["quantization"]:
+        rows.append(("weights", config.quantization or "dense", config.why["quantization"]))
     if config.kv_cache_dtype != config.dtype:
         rows.append(("KV numbers", config.kv_cache_dtype, config.why["kv_cache_dtype"]))
     if config.offload_layers:

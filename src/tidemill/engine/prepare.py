@@ -13,11 +13,12 @@ from typing import Any
 
 from tidemill.config import EngineArgs, EngineConfig, ModelFacts, check_load_format, resolve
 from tidemill.core.params import SamplingParams
-from tidemill.errors import BadCheckpoint, InvalidRequest
+from tidemill.errors import BadCheckpoint, InvalidRequest, UnsupportedModel
 from tidemill.hardware import Hardware, detect
 from tidemill.models.choice import choose
 from tidemill.models.count import count_weights
 from tidemill.models.names import stored_names, with_stored_head
+from tidemill.precision import StoredWeights
 from tidemill.text.chat import ChatTemplate
 from tidemill.text.chat_files import load_chat_template
 from tidemill.text.tokenizer import Tokenizer, load_tokenizer
@@ -25,7 +26,7 @@ from tidemill.text.vocabulary import check_vocabulary
 from tidemill.weights.checkpoint import Checkpoint
 from tidemill.weights.dummy import DummyCheckpoint, open_for
 from tidemill.weights.location import locate
-from tidemill.weights.quantised import refuse_quantised
+from tidemill.weights.quantised import described, not_followed, refuse_unknown
 from tidemill.weights.renamed import RenamedCheckpoint
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -55,9 +56,15 @@ def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | Non
     wants_weights = args.load_format != "dummy"
     files = locate(args.model, revision=args.revision, on_progress=on_progress, weights=wants_weights)
     checkpoint = open_for(files, args.load_format)
-    refuse_quantised(checkpoint)
+    refuse_unknown(checkpoint)
     choice = choose(checkpoint.config, files.path, files.kind, args.model_impl, args.trust_remote_code, on_progress)
     spec = choice.spec
+    if spec is None and checkpoint.format is not None:
+        raise UnsupportedModel(
+            f"{files.origin} is quantised as {checkpoint.format}, and its architecture is not native",
+            cause="quantised weights are read for native architectures; this one runs through transformers' own code",
+            fix="serve the unquantised checkpoint",
+        )
     if spec is not None and checkpoint.tensors:
         if (names := stored_names(spec, checkpoint.tensors)) is not None:
             checkpoint = RenamedCheckpoint(checkpoint, names)
@@ -78,7 +85,9 @@ def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | Non
         impl=choice.impl,
         impl_why=choice.why,
         num_parameters=_num_parameters(checkpoint) if count is None else count.numbers,
-        stored_dtype=_stored_dtype(checkpoint),
+        stored=StoredWeights(
+            _stored_dtype(checkpoint), checkpoint.format, dict(checkpoint.schemes), described(checkpoint)
+        ),
         eos_ids=tuple(tokenizer.eos_ids),
         count=count,
     )
@@ -91,6 +100,7 @@ def prepare(args: EngineArgs, on_progress: Callable[[str, int, int], None] | Non
         notes.append(Note("runs", choice.impl, choice.why))
     if config.trust_remote_code and config.model_impl == "transformers" and checkpoint.config.get("auto_map"):
         notes.append(Note("code", "the model's own runs", _code_advice(args)))
+    notes += [Note("quantised", checkpoint.format or "", note) for note in not_followed(checkpoint)]
     defaults = _sampling_defaults(checkpoint)
     return Prepared(config, tokenizer, template, defaults, hardware, tuple(notes))
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidemill.errors import TidemillError
+from tidemill.errors import TidemillError, UnsupportedModel
 from tidemill.models.choice import choose
 from tidemill.models.registry import NATIVE, architectures_of, native_text
 from tidemill.weights.gguf_checkpoint import GgufCheckpoint
 from tidemill.weights.hub import fetch_without_weights
 from tidemill.weights.json_file import read_json
 from tidemill.weights.location import ModelFiles, is_hub_id, locate
-from tidemill.weights.quantised import refuse_quantised_config
+from tidemill.weights.quantised import FORMATS, quantisation_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _look(
 ) -> Support:
     files = _config_files(model, revision, on_progress)
     raw = _config(files)
-    refuse_quantised_config(raw, model)
+    _refuse_unread(raw, model)
     choice = choose(raw, files.path, files.kind, trust_remote_code=trust_remote_code, on_progress=on_progress)
     shape, layout = choice.shape, choice.shape.layout
     return Support(
@@ -69,6 +69,16 @@ def _look(
         cache_bytes_per_token=2 * sum(cache.numbers for cache in shape.caches),
         cache_note=_cache_note([cache.window for cache in shape.caches], any(c.uncompressed for c in layout.shapes)),
     )
+
+
+def _refuse_unread(raw: Mapping[str, Any], model: str) -> None:
+    settings = quantisation_of(raw)
+    if settings is not None and str(settings.get("quant_method", "")).lower() not in FORMATS:
+        raise UnsupportedModel(
+            f"{model} is quantised as {settings.get('quant_method')}, which is not read",
+            cause=f"its quantization_config says so; read are {', '.join(FORMATS)}, and GGUF files",
+            fix="serve the unquantised checkpoint, or a .gguf of the model",
+        )
 
 
 def _family_note(raw: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ class LatentAttention:
         self.kv_norm = Norm(f"{prefix}.kv_a_layernorm", spec.kv_rank, norm, place)
         expanded = {f"{prefix}.kv_b_proj": spec.heads * (spec.plain_dim + spec.value_dim)}
         # Used by head, as views, so it stays dense under any scheme.
-        self.kv_up = Linear(spec.kv_rank, expanded, bias=False, place=place.without_scheme())
+        self.kv_up = Linear(spec.kv_rank, expanded, bias=False, place=place.dense())
         assert isinstance(self.kv_up.weight, torch.Tensor)
         by_head = self.kv_up.weight.view(spec.heads, spec.plain_dim + spec.value_dim, spec.kv_rank)
         self.key_up, self.value_up = by_head.split((spec.plain_dim, spec.value_dim), dim=1)

@@ -15,9 +15,7 @@ from tidemill.ops import reference
 class Mlp:
     def __init__(self, spec: MlpSpec, prefix: str, width: int, place: Placement) -> None:
         self.spec = spec
-        outputs = 2 * spec.inner if spec.gated else spec.inner
-        parts = {f"{prefix}.{name}": outputs // len(spec.up) for name in spec.up}
-        self.up = Linear(width, parts, bias=spec.bias, place=place, transposed=spec.transposed)
+        self.up = Linear(width, spec.up_parts(prefix), bias=spec.bias, place=place, transposed=spec.transposed)
         self.down = Linear(
             spec.inner, {f"{prefix}.{spec.down}": width}, bias=spec.bias, place=place, transposed=spec.transposed
         )

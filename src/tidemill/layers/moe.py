@@ -14,6 +14,25 @@ from tidemill.layers.mlp import Mlp
 from tidemill.layers.parameter import Parameter, Placement
 from tidemill.layers.spec import MoeSpec
 from tidemill.ops import kernels, reference
+from tidemill.quant.packing import Matrix
+
+
+class Expert:
+    """One expert of a mixture whose matrices are packed."""
+
+    def __init__(self, spec: MoeSpec, prefix: str, expert: int, width: int, place: Placement) -> None:
+        names = [f"{prefix}.{name.format(expert=expert)}" for name in spec.up]
+        down = {f"{prefix}.{spec.down.format(expert=expert)}": width}
+        self.activation = spec.activation
+        self.up = Linear(width, dict.fromkeys(names, spec.inner), bias=False, place=place, use="expert")
+        self.down = Linear(spec.inner, down, bias=False, place=place, use="expert")
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self.up.parameters()
+        yield from self.down.parameters()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up.gated(x, self.activation))
 
 
 class Moe:
@@ -24,8 +43,14 @@ class Moe:
         self.choice_bias = None
         if spec.choice_bias is not None:
             self.choice_bias = place.empty(spec.experts, dtype=torch.float32)
-        self.up = place.empty(spec.experts, 2 * spec.inner, width)
-        self.down = place.empty(spec.experts, width, spec.inner)
+        self.experts: list[Expert] = []
+        self.up = self.down = place.empty(0)
+        names = [f"{prefix}.{name.format(expert=0)}.weight" for name in spec.up]
+        if any(place.packing.scheme(Matrix(name, spec.inner, width, "expert")) for name in names):
+            self.experts = [Expert(spec, prefix, expert, width, place) for expert in range(spec.experts)]
+        else:
+            self.up = place.empty(spec.experts, 2 * spec.inner, width)
+            self.down = place.empty(spec.experts, width, spec.inner)
         self.shared = None if spec.shared is None else Mlp(spec.shared, prefix, width, place)
         self.shared_gate = None
         if spec.shared_gate is not None:
@@ -36,7 +61,9 @@ class Moe:
         yield Parameter(f"{self.prefix}.{spec.router}.weight", self.router)
         if self.choice_bias is not None:
             yield Parameter(f"{self.prefix}.{spec.choice_bias}", self.choice_bias)
-        for expert in range(spec.experts):
+        for packed in self.experts:
+            yield from packed.parameters()
+        for expert in range(0 if self.experts else spec.experts):
             gate, up = (f"{self.prefix}.{name.format(expert=expert)}.weight" for name in spec.up)
             yield Parameter(gate, self.up[expert, : spec.inner])
             yield Parameter(up, self.up[expert, spec.inner :])
@@ -47,7 +74,11 @@ class Moe:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         experts, weights = self._route(x)
-        out = kernels.mix_experts(x, experts, weights.to(x.dtype), self.up, self.down, self.spec.activation)
+        weights = weights.to(x.dtype)
+        if self.experts:
+            out = reference.mix(x, experts, weights, len(self.experts), lambda expert, x: self.experts[expert](x))
+        else:
+            out = kernels.mix_experts(x, experts, weights, self.up, self.down, self.spec.activation)
         if self.shared is None:
             return out
         shared = self.shared(x)

@@ -12,11 +12,16 @@ from typing import Protocol
 
 import torch
 
+from tidemill.quant.on_load import PackedRows
+from tidemill.quant.packed import PackedWeight, empty
+from tidemill.quant.packing import DENSE, Packing
 from tidemill.quant.scheme import Scheme
+from tidemill.quant.stored import StoredMatrix
 
 
 class Target(Protocol):
-    """What a checkpoint tensor is copied into: a tensor, or rows of packed memory that round what they are given."""
+    """What a checkpoint tensor is copied into: a tensor, or rows of packed memory, which round dense numbers they are
+    given and take quantised ones as they are."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -55,6 +60,11 @@ class Parameter:
             stored = self.adjust(stored.float())
         self.target.copy_(stored)
 
+    def fill_packed(self, stored: StoredMatrix) -> None:
+        """For a target that holds the very scheme of what is stored."""
+        assert isinstance(self.target, PackedRows) and not self.transposed and self.adjust is None
+        self.target.store(stored if self.rows is None else stored.rows(self.rows))
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -62,11 +72,17 @@ class Placement:
 
     dtype: torch.dtype
     device: torch.device
-    scheme: Scheme | None = None
-    """How linear layers hold their weights, where it fits them."""
+    packing: Packing = DENSE
+    """Which matrices are packed, and how."""
 
-    def without_scheme(self) -> Placement:
-        return self if self.scheme is None else replace(self, scheme=None)
+    def dense(self) -> Placement:
+        return replace(self, packing=DENSE)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def matrix(self, outputs: int, inputs: int, scheme: Scheme | None) -> torch.Tensor | PackedWeight:
+        """Memory for a matrix, packed under a scheme."""
+        if scheme is None:
+            return self.empty(outputs, inputs)
+        return empty(scheme, outputs, inputs, lambda shape, dtype: self.empty(*shape, dtype=dtype), self.packing.layout)

@@ -29,10 +29,9 @@ class SelfAttention:
         order = None
         if spec.neighbours and spec.rope is not None:
             order = halves_from_neighbours(spec.head_dim, ropes[spec.rope].config.dim)
-        sizes = self.sizes if len(spec.qkv) == 3 else (sum(self.sizes),)
         self.qkv = Linear(
             width,
-            {f"{prefix}.{name}": size for name, size in zip(spec.qkv, sizes, strict=True)},
+            spec.qkv_parts(prefix),
             bias=spec.bias,
             place=place,
             transposed=spec.transposed,

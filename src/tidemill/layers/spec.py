@@ -61,6 +61,12 @@ class AttentionSpec:
     query_growth: tuple[float, int] | None = None
     """(beta, length): queries grow by 1 + beta * log(1 + position // length)."""
 
+    def qkv_parts(self, prefix: str) -> dict[str, int]:
+        """Name -> rows of the matrices that are stacked into one."""
+        sizes = (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)
+        names = [f"{prefix}.{name}" for name in self.qkv]
+        return dict(zip(names, sizes if len(names) == 3 else (sum(sizes),), strict=True))
+
     @property
     def cache(self) -> CacheShape:
         return CacheShape(self.kv_heads, self.head_dim, self.head_dim, self.window)
@@ -124,6 +130,11 @@ class MlpSpec:
     gated: bool = True
     bias: bool = False
     transposed: bool = False
+
+    def up_parts(self, prefix: str) -> dict[str, int]:
+        """Name -> rows of the matrices that are stacked into one."""
+        outputs = 2 * self.inner if self.gated else self.inner
+        return {f"{prefix}.{name}": outputs // len(self.up) for name in self.up}
 
     @property
     def width(self) -> int:

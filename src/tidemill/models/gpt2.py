@@ -1,8 +1,8 @@
 """GPT-2 and what keeps its form: DistilGPT-2, DialoGPT, Cerebras-GPT.
 
-Pre-norm decoder with learned positions and a plain MLP. Matrices are stored [inputs, outputs], and one of them stacks
-queries, keys and values. What old files keep beside the weights (`attn.bias`, `attn.masked_bias`) is no part of the
-model.
+Pre-norm decoder with learned positions and a plain MLP. Matrices are stored [inputs, outputs], unless the config of a
+GGUF file says otherwise, and one of them stacks queries, keys and values. What old files keep beside the weights
+(`attn.bias`, `attn.masked_bias`) is no part of the model.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tidemill.models.spec import DecoderSpec, LayerSpec, LearnedPositions
 def describe(raw: RawConfig) -> DecoderSpec:
     raw.refuse("add_cross_attention")
     hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
+    transposed = raw.flag("transposed_weights", True)
     max_position = raw.size("n_positions", "max_position_embeddings", default=1024)
     mlp = MlpSpec(
         inner=raw.size("n_inner", default=4 * hidden),
@@ -23,7 +24,7 @@ def describe(raw: RawConfig) -> DecoderSpec:
         down="mlp.c_proj",
         gated=False,
         bias=True,
-        transposed=True,
+        transposed=transposed,
     )
 
     def layer(index: int) -> LayerSpec:
@@ -36,7 +37,7 @@ def describe(raw: RawConfig) -> DecoderSpec:
             out="attn.c_proj",
             bias=True,
             out_bias=True,
-            transposed=True,
+            transposed=transposed,
             rope=None,
         )
         return LayerSpec(attention, mlp, "ln_1", "ln_2")

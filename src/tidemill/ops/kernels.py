@@ -1,4 +1,5 @@
-"""Which implementation of an operation runs: Triton's on a GPU, the reference elsewhere. Layers call these.
+"""Which implementation of an operation runs: Triton's on a GPU, native code or the reference elsewhere. Layers call
+these.
 
 The reference (`reference.py`) is the specification of every function here.
 """
@@ -10,7 +11,10 @@ import os
 import torch
 
 from tidemill.ops import reference
+from tidemill.ops.cpu import linear as native
+from tidemill.ops.cpu.library import available
 from tidemill.quant.packed import PackedWeight
+from tidemill.quant.scheme import gpu_reads
 
 FORCED = os.environ.get("TIDEMILL_KERNELS") == "triton"
 """Triton's kernels on any device: on a CPU they need its interpreter (TRITON_INTERPRET=1), and are for tests."""
@@ -49,7 +53,13 @@ def linear_to_float(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if not use_triton(x):
+    if weight.order is not None:
+        x = x.index_select(-1, weight.order)
+    if not use_triton(x) or weight.layout == "tiles":
+        if available() is None and native.supports(weight) is None:
+            return native.linear(x, weight, bias)
+        return reference.packed_linear(x, weight, bias)
+    if not gpu_reads(weight.scheme):
         return reference.packed_linear(x, weight, bias)
     if weight.scheme.kind == "fp8":
         from tidemill.ops.triton import fp8
@@ -64,7 +74,7 @@ def packed_gated_linear(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
     """act_and_mul of packed_linear."""
-    if use_triton(x) and weight.scheme.kind == "int":
+    if use_triton(x) and weight.layout == "words" and weight.scheme.kind == "int" and weight.order is None:
         from tidemill.ops.triton import packed_gemm
 
         if (found := packed_gemm.gated_linear(x, weight, bias, activation)) is not None:

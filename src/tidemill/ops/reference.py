@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +34,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x Wᵀ + b of packed weights, which are unpacked every time: right anywhere, and slow."""
-    return linear(x, weight.unpack().to(x.dtype), bias)
+    """x Wᵀ + b of packed weights, which are unpacked every time: right anywhere, and slow. x is in the order of the
+    packed columns."""
+    dense = replace(weight, order=None).unpack()
+    return linear(x, dense.to(x.dtype), bias)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -115,22 +118,33 @@ def mix_experts(
     activation: str,
 ) -> torch.Tensor:
     """Each token's weighted sum over its experts [tokens, top_k]; up [experts, 2 * inner, width] holds gate and up."""
+    return mix(x, experts, weights, len(up), lambda expert, x: one_expert(x, up[expert], down[expert], activation))
+
+
+def mix(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    compute: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The same where `compute(expert, rows)` is what an expert makes of some tokens."""
     out = torch.zeros_like(x)
     if len(x) == 1:
         # One token needs no sorting; its experts add up in the same order as in a batch.
         for expert, weight in sorted(zip(experts[0].tolist(), weights[0].tolist(), strict=True)):
-            out.add_(one_expert(x, up[expert], down[expert], activation), alpha=weight)
+            out.add_(compute(expert, x), alpha=weight)
         return out
     flat = experts.reshape(-1)
     order = flat.argsort(stable=True)
     tokens = order.div(experts.shape[1], rounding_mode="floor")
     factors = weights.reshape(-1, 1).index_select(0, order)
     first = 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=len(up)).tolist()):
+    for expert, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
         if count:
             part = slice(first, first + count)
             mine = tokens[part]
-            found = one_expert(x.index_select(0, mine), up[expert], down[expert], activation)
+            found = compute(expert, x.index_select(0, mine))
             # A token goes to an expert once at most, and index_add_ wakes every thread for the smallest addition.
             out.index_copy_(0, mine, out.index_select(0, mine).addcmul_(found, factors[part]))
             first += count
@@ -169,7 +183,8 @@ def quantise_vectors(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     """x [..., dim] as int8 or float8_e4m3fn, and each vector's float32 scale, by which its peak is the type's limit."""
     wide, limit = x.float(), quantised_limit(dtype)
     peak = wide.abs().amax(dim=-1)
-    scale = torch.where(peak > LEAST_PEAK, peak, limit) / limit
+    # What is not a number stays so: integers cannot say it, their scale must.
+    scale = torch.where(peak <= LEAST_PEAK, limit, peak) / limit
     shrunk = wide / scale[..., None]
     return (shrunk if dtype.is_floating_point else shrunk.round()).to(dtype), scale
 

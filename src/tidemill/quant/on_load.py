@@ -12,20 +12,20 @@ from dataclasses import dataclass
 
 import torch
 
-from tidemill.quant.packed import PackedWeight, empty, words_of
-from tidemill.quant.scheme import Scheme
+from tidemill.quant.packed import NUMBERS_AT_A_TIME, PackedWeight, empty, middle_code
+from tidemill.quant.scheme import TILE_OUTPUTS, Layout, Scheme
+from tidemill.quant.stored import StoredMatrix
 
-NUMBERS_AT_A_TIME = 2**23
-"""Rounding takes some ten times the memory of what it rounds."""
 RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)
 SMALLEST_SCALE = 2.0**-24
 FP8_LARGEST = 448.0
 
 
-def pack(weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
-    """A packed copy of a dense matrix, on its device."""
+def pack(weight: torch.Tensor, scheme: Scheme, layout: Layout = "words") -> PackedWeight:
+    """A packed copy of a dense matrix, on its device; the scheme is fitted to the inputs."""
     outputs, inputs = weight.shape
-    packed = empty(scheme, outputs, inputs, lambda shape, dtype: weight.new_empty(shape, dtype=dtype))
+    allocate = lambda shape, dtype: weight.new_empty(shape, dtype=dtype)  # noqa: E731
+    packed = empty(scheme.fitted(inputs), outputs, inputs, allocate, layout)
     quantise(weight, packed)
     return packed
 
@@ -33,7 +33,7 @@ def pack(weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
 def quantise(weight: torch.Tensor, into: PackedWeight) -> None:
     """Fills packed memory with the nearest numbers to a dense matrix of its shape, which may be on another device."""
     outputs, inputs = into.shape
-    step = max(1, NUMBERS_AT_A_TIME // inputs)
+    step = max(TILE_OUTPUTS, NUMBERS_AT_A_TIME // inputs // TILE_OUTPUTS * TILE_OUTPUTS)
     for start in range(0, outputs, step):
         stop = min(start + step, outputs)
         values = weight[start:stop].to(into.data.device, torch.float32)
@@ -48,7 +48,7 @@ def quantise(weight: torch.Tensor, into: PackedWeight) -> None:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Packed memory as something a dense tensor is copied into."""
+    """Packed memory as something a checkpoint's matrix is copied into."""
 
     weight: PackedWeight
 
@@ -68,10 +68,16 @@ class PackedRows:
     def numel(self) -> int:
         return self.weight.shape[0] * self.weight.shape[1]
 
+    def store(self, stored: StoredMatrix) -> None:
+        """Codes as they are, of the very scheme."""
+        self.weight.store(stored)
+
     def copy_(self, stored: torch.Tensor, /) -> None:
+        """Dense numbers, which are rounded."""
         if stored.is_cuda and not self.weight.data.is_cuda:
             # A layer that stays in host memory: a GPU rounds it in a fraction of the time.
-            for into, part in zip(self.weight.tensors(), pack(stored, self.weight.scheme).tensors(), strict=True):
+            packed = pack(stored, self.weight.scheme, self.weight.layout)
+            for into, part in zip(self.weight.tensors(), packed.tensors(), strict=True):
                 into.copy_(part)
         else:
             quantise(stored, self.weight)
@@ -115,11 +121,14 @@ def _round_asymmetric(values: torch.Tensor, into: PackedWeight) -> None:
 
 
 def _grouped(values: torch.Tensor, into: PackedWeight) -> torch.Tensor:
-    return values.view(len(values), into.scales.shape[0], -1)
+    return values.view(len(values), into.scheme.groups(into.shape[1]), -1)
 
 
 def _store(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, into: PackedWeight) -> None:
-    into.data.copy_(words_of(codes.reshape(into.shape), into.scheme))
-    into.scales.copy_(scales[..., 0].t())
-    if zeros is not None and into.zeros is not None:
-        into.zeros.copy_(zeros[..., 0].t())
+    """Codes as they are packed, [rows, groups, inputs of a group]."""
+    found, offsets = scales[..., 0], None
+    if zeros is None:
+        codes = codes - middle_code(into.scheme.bits)
+    else:
+        offsets = -zeros[..., 0] * found
+    into.store(StoredMatrix(codes.reshape(into.shape).to(torch.int16), found, offsets, into.scheme.group_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,15 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.names import stored_names, with_stored_head
 from tidemill.models.registry import describe
 from tidemill.ops import kernels
+from tidemill.precision import cpu_packing, gpu_packing
+from tidemill.quant.packing import DENSE, Packing
 from tidemill.quant.scheme import SCHEMES
 from tidemill.runtime.kv_cache import KVCache
 from tidemill.runtime.loader import check_stored, fill_dummy, load_weights, with_own_head
 from tidemill.runtime.offload import Offload
 from tidemill.runtime.rows import Rows
 from tidemill.runtime.runner import Runner
-from tidemill.weights.checkpoint import open_checkpoint
+from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.dummy import open_for
 from tidemill.weights.location import ModelFiles
 from tidemill.weights.renamed import RenamedCheckpoint
@@ -33,22 +36,26 @@ if TYPE_CHECKING:
     from tidemill.models.fallback import TransformersModel
     from tidemill.runtime.device_runner import DeviceRunner
 
-CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""Types of the KV cache that are narrower than the model's."""
+CACHE_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Types of the KV cache that may be narrower than the model's."""
 Progress = Callable[[str, int, int], None]
 
 
 def build_runner(config: EngineConfig, on_progress: Progress | None = None) -> Runner | DeviceRunner:
     torch.set_num_threads(config.threads)
-    scheme = None if config.quantization is None else SCHEMES[config.quantization]
-    place = Placement(getattr(torch, config.dtype), _device(config), scheme)
+    place = Placement(getattr(torch, config.dtype), _device(config))
     load = _native if config.model_impl == "native" else _through_transformers
     model = load(config, place, on_progress)
     if place.device.type == "cuda" or kernels.FORCED:
         return _on_device(config, model, place, on_progress)
     layout = model.spec.shape.layout
-    cache = KVCache(layout, config.num_blocks, config.block_size, place)
-    attention = PagedAttention(cache.slots, layout, model.spec.alibi)
+    cache = KVCache(layout, config.num_blocks, config.block_size, place, _stored_cache(config))
+    attention = PagedAttention(cache.slots, layout, model.spec.alibi, cache.scales, place.dtype)
     rows = Rows(config.max_num_seqs, config.max_model_len, config.block_size, cache.padding_block, len(layout.windows))
     runner = Runner(model, cache, rows, attention, place.device)
     _warm_up(runner)
@@ -62,6 +69,11 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device("cuda", config.device_index)
 
 
+def _stored_cache(config: EngineConfig) -> torch.dtype | None:
+    """What the cache's numbers are narrowed to; None: they are kept as computed."""
+    return None if config.kv_cache_dtype == config.dtype else CACHE_DTYPES.get(config.kv_cache_dtype)
+
+
 def _on_device(config: EngineConfig, model: Any, place: Placement, on_progress: Progress | None) -> DeviceRunner:
     # Triton is there where torch was built for a GPU; other machines need not have it.
     from tidemill.layers.triton_attention import TritonAttention
@@ -69,8 +81,7 @@ def _on_device(config: EngineConfig, model: Any, place: Placement, on_progress: 
     from tidemill.runtime.device_runner import DeviceRunner
 
     layout = model.spec.shape.layout
-    stored = CACHE_DTYPES.get(config.kv_cache_dtype)
-    cache = KVCache(layout, config.num_blocks, config.block_size, place, stored)
+    cache = KVCache(layout, config.num_blocks, config.block_size, place, _stored_cache(config))
     attention = TritonAttention(cache.slots, layout, model.spec.alibi, cache.scales, place.dtype)
     num_groups = len(layout.windows)
     rows = DeviceRows(config.max_num_seqs, config.max_model_len, config.block_size, num_groups, place.device)
@@ -89,12 +100,23 @@ def _native(config: EngineConfig, place: Placement, on_progress: Progress | None
         if (names := stored_names(spec, checkpoint.tensors)) is not None:
             checkpoint = RenamedCheckpoint(checkpoint, names)
         spec = with_own_head(with_stored_head(spec, checkpoint.tensors), checkpoint)
+    place = replace(place, packing=_packing(config, checkpoint, place.device))
     model = Decoder(spec, config.max_model_len, place, Offload(config.offload_layers).make_layer)
     if config.load_format == "dummy":
         fill_dummy(model, place, on_progress)
     else:
         load_weights(model, checkpoint, on_progress, check=config.check_weights, device=place.device)
     return model
+
+
+def _packing(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> Packing:
+    """As `config` counted on when it planned."""
+    if config.quantization is None:
+        return DENSE
+    choose = gpu_packing if device.type == "cuda" or kernels.FORCED else cpu_packing
+    if config.quantization == "stored":
+        return choose(None, checkpoint.schemes)
+    return choose(SCHEMES[config.quantization], {})
 
 
 def _through_transformers(config: EngineConfig, place: Placement, on_progress: Progress | None) -> TransformersModel:

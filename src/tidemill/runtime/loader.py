@@ -56,7 +56,7 @@ def load_weights(
 ) -> None:
     """`check` also looks at every number once it is loaded. A `device` that is a GPU is loaded by several threads."""
     parameters = list(model.parameters())
-    _check(parameters, checkpoint)
+    check_tensors(parameters, checkpoint)
     if device is not None and device.type == "cuda":
         filled = fill_in_parallel(parameters, checkpoint, device, min(MOST_THREADS, torch.get_num_threads()), check)
     else:
@@ -67,7 +67,10 @@ def load_weights(
 
 def _fill_in_order(parameters: list[Parameter], checkpoint: Checkpoint, check: bool) -> Iterator[Parameter]:
     for parameter in parameters:
-        parameter.fill(checkpoint.read(parameter.name))
+        if keeps_stored(parameter, checkpoint):
+            parameter.fill_packed(checkpoint.read_stored(parameter.name))
+        else:
+            parameter.fill(checkpoint.read(parameter.name))
         if check:
             refuse_not_finite(parameter, checkpoint)
         yield parameter
@@ -88,6 +91,16 @@ def fill_in_parallel(
     changing = threading.Lock()
 
     def fill(stager: Stager, parameter: Parameter) -> None:
+        if keeps_stored(parameter, checkpoint):
+            with reading:
+                packed = checkpoint.read_stored(parameter.name)
+            with changing:
+                parameter.fill_packed(packed)
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+            if check:
+                refuse_not_finite(parameter, checkpoint)
+            return
         with reading:
             stored = checkpoint.read(parameter.name)
         target = parameter.target
@@ -106,6 +119,12 @@ def fill_in_parallel(
             refuse_not_finite(parameter, checkpoint)
 
     return in_parallel(fill, parameters, device, threads, chunk_bytes)
+
+
+def keeps_stored(parameter: Parameter, checkpoint: Checkpoint) -> bool:
+    """Whether a parameter's memory holds the very codes of the file."""
+    target = parameter.target
+    return isinstance(target, PackedRows) and target.weight.scheme == checkpoint.schemes.get(parameter.name)
 
 
 def _takes_bytes(parameter: Parameter, target: torch.Tensor, stored: torch.Tensor) -> bool:
@@ -149,7 +168,7 @@ def _report(filled: Iterator[Parameter], parameters: list[Parameter], on_progres
             on_progress("loading weights", done, total)
 
 
-def _check(parameters: list[Parameter], checkpoint: Checkpoint) -> None:
+def check_tensors(parameters: list[Parameter], checkpoint: Checkpoint) -> None:
     origin = checkpoint.files.origin
     for parameter in parameters:
         info = checkpoint.tensors.get(parameter.name)
@@ -169,6 +188,9 @@ def _check(parameters: list[Parameter], checkpoint: Checkpoint) -> None:
     unused = {name for name in unused if not name.endswith(NO_WEIGHTS)}
     layers = {found[0] for parameter in parameters if (found := LAYER.match(parameter.name))}
     for name in sorted(unused):
+        # AutoGPTQ writes a bias of zeros beside every matrix, wanted or not.
+        if checkpoint.format == "gptq" and name.endswith(".bias") and not checkpoint.read(name).any():
+            continue
         if name.endswith((".weight", ".bias")) and (found := LAYER.match(name)) and found[0] in layers:
             raise BadCheckpoint(
                 f"{checkpoint.tensors[name].file}: tensor {name} has no place in this model",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tidemill.errors import BadCheckpoint
-from tidemill.weights.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from tidemill.weights.checkpoint import Checkpoint, DenseTensors, TensorInfo, open_checkpoint
 from tidemill.weights.json_file import read_json
 from tidemill.weights.location import ModelFiles
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-class DummyCheckpoint:
+class DummyCheckpoint(DenseTensors):
     """Says what config.json says, and holds no tensors."""
 
     def __init__(self, files: ModelFiles) -> None:

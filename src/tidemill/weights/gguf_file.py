@@ -71,6 +71,8 @@ class GgufTensor:
     type: str
     offset: int
     nbytes: int
+    part: int = 0
+    """Which file of a split one holds it, see `gguf_split`."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,18 @@ class GgufFile:
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
     data: mmap.mmap
+    others: tuple[GgufFile, ...] = ()
+    """The later parts of a split file."""
 
     def raw(self, tensor: GgufTensor) -> np.ndarray:
         """A tensor's bytes as stored, without copying."""
-        return np.frombuffer(self.data, np.uint8, tensor.nbytes, tensor.offset)
+        return np.frombuffer(self._holder(tensor).data, np.uint8, tensor.nbytes, tensor.offset)
+
+    def file_of(self, tensor: GgufTensor) -> str:
+        return self._holder(tensor).path.name
+
+    def _holder(self, tensor: GgufTensor) -> GgufFile:
+        return self if tensor.part == 0 else self.others[tensor.part - 1]
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -11,10 +11,10 @@ from typing import Any
 
 from tidemill.errors import BadCheckpoint, UnsupportedModel
 from tidemill.weights.gguf_architectures import (
-    ARCHITECTURES,
     LONG_FACTORS,
     ROTARY_FACTORS,
     SHORT_FACTORS,
+    Architecture,
     architecture_of,
 )
 
@@ -22,6 +22,8 @@ _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p":
 # The two largest Gemmas scale attention by hidden size per head, the others by head size; no key of the file says so.
 _SCALED_BY_HIDDEN_SIZE = {("gemma2", 46), ("gemma3", 62)}
 _GEMMA3_LOCAL_THETA = 10000.0
+# The other families say in their config whether they have biases.
+_BIASED_BY_DEFINITION = ("qwen2", "phi")
 
 
 class _Words:
@@ -68,23 +70,11 @@ def hf_config(
     file: str,
 ) -> dict[str, Any]:
     """What config.json would say. `read_floats` is called only for tensors that hold rotary factors."""
-    name = architecture_of(metadata, file)
-    words = _Words(metadata, name, file)
-    heads = words.uniform("attention.head_count")
-    head_dim = words.maybe("attention.key_length") or words.need("embedding_length") // heads
+    architecture = architecture_of(metadata, file)
+    words = _Words(metadata, architecture.name, file)
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[name].class_name],
-        "model_type": ARCHITECTURES[name].model_type,
-        "hidden_size": words.need("embedding_length"),
-        "num_hidden_layers": words.need("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": words.uniform("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "intermediate_size": words.uniform("feed_forward_length"),
-        "hidden_act": "silu",
-        "rms_norm_eps": _shortest(words.need("attention.layer_norm_rms_epsilon")),
-        "rope_theta": words.number("rope.freq_base", 10000.0),
-        "max_position_embeddings": words.need("context_length"),
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
         "vocab_size": vocab_rows,
         "tie_word_embeddings": "output.weight" not in tensor_names,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -92,19 +82,57 @@ def hf_config(
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         "dtype": "float32",
     }
+    if architecture.model_type == "gpt2":
+        return config | _gpt2(words)
+    factors = {key: read_floats(key) for key in (ROTARY_FACTORS, LONG_FACTORS, SHORT_FACTORS) if key in tensor_names}
+    config |= _rotary_decoder(words, architecture, tensor_names)
+    config["rope_scaling"] = _rope_scaling(words, factors)
+    if architecture.model_type in _FAMILIES:
+        _FAMILIES[architecture.model_type](words, tensor_names, config)
+    return config
+
+
+def _rotary_decoder(words: _Words, architecture: Architecture, tensor_names: Collection[str]) -> dict[str, Any]:
+    """What all families but GPT-2 say alike."""
+    heads = words.uniform("attention.head_count")
+    head_dim = words.maybe("attention.key_length") or words.need("embedding_length") // heads
+    config: dict[str, Any] = {
+        "hidden_size": words.need("embedding_length"),
+        "num_hidden_layers": words.need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": words.uniform("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": words.uniform("feed_forward_length"),
+        "hidden_act": "silu",
+        "rope_theta": words.number("rope.freq_base", 10000.0),
+        "max_position_embeddings": words.need("context_length"),
+    }
+    if architecture.layer_norm:
+        config["layer_norm_eps"] = _shortest(words.need("attention.layer_norm_epsilon"))
+    else:
+        config["rms_norm_eps"] = _shortest(words.need("attention.layer_norm_rms_epsilon"))
     rotary_width = words.maybe("rope.dimension_count", head_dim)
     if rotary_width != head_dim:
         config["partial_rotary_factor"] = rotary_width / head_dim
-    # Qwen2's biases are part of its definition; the other families say it in their config.
-    if name != "qwen2":
+    if architecture.model_type not in _BIASED_BY_DEFINITION:
         config["attention_bias"] = "blk.0.attn_q.bias" in tensor_names
     if window := words.maybe("attention.sliding_window"):
         config["sliding_window"] = window
-    factors = {key: read_floats(key) for key in (ROTARY_FACTORS, LONG_FACTORS, SHORT_FACTORS) if key in tensor_names}
-    config["rope_scaling"] = _rope_scaling(words, factors)
-    if name in _FAMILIES:
-        _FAMILIES[name](words, tensor_names, config)
     return config
+
+
+def _gpt2(words: _Words) -> dict[str, Any]:
+    return {
+        "n_embd": words.need("embedding_length"),
+        "n_layer": words.need("block_count"),
+        "n_head": words.uniform("attention.head_count"),
+        "n_inner": words.uniform("feed_forward_length"),
+        "n_positions": words.need("context_length"),
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": _shortest(words.need("attention.layer_norm_epsilon")),
+        # The converter stores [outputs, inputs], where Hugging Face stores the transpose.
+        "transposed_weights": False,
+    }
 
 
 def hf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +155,17 @@ def _llama(words: _Words, tensor_names: Collection[str], config: dict[str, Any])
     if config.get("sliding_window"):
         # Converters write Mistral as llama; the window is what tells them apart.
         config["architectures"], config["model_type"] = ["MistralForCausalLM"], "mistral"
+
+
+def _mixtral(words: _Words, tensor_names: Collection[str], config: dict[str, Any]) -> None:
+    config["num_local_experts"] = words.need("expert_count")
+    config["num_experts_per_tok"] = words.need("expert_used_count")
+
+
+def _phi2(words: _Words, tensor_names: Collection[str], config: dict[str, Any]) -> None:
+    config["hidden_act"] = "gelu_new"
+    # Silence means one half to the family, and the whole head to the file.
+    config.setdefault("partial_rotary_factor", 1.0)
 
 
 def _qwen3moe(words: _Words, tensor_names: Collection[str], config: dict[str, Any]) -> None:
@@ -184,11 +223,13 @@ def _alternating(words: _Words, config: dict[str, Any], period: int) -> None:
 
 _FAMILIES: Mapping[str, Callable[[_Words, Collection[str], dict[str, Any]], None]] = {
     "llama": _llama,
-    "qwen3moe": _qwen3moe,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3moe,
+    "phi": _phi2,
     "phi3": _phi3,
     "gemma": _gemma,
     "gemma2": _gemma2,
-    "gemma3": _gemma3,
+    "gemma3_text": _gemma3,
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill.errors import ModelUnavailable, TidemillError
-from tidemill.weights.location import ModelFiles, Progress, find_in_folder, refuse_split
+from tidemill.weights.location import ModelFiles, Progress, find_in_folder, part_name, whole_ggufs
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -55,7 +55,7 @@ def _download_repo(repo: str, model: str, revision: str | None, on_progress: Pro
     files = _list_files(repo, revision)
     patterns = list(_PATTERNS)
     if files is not None and not any(name.endswith(".safetensors") for name in files):
-        ggufs = [name for name in files if _is_model_gguf(name)]
+        ggufs = whole_ggufs(name for name in files if _is_model_gguf(name))
         if len(ggufs) == 1:
             path = _download_gguf(repo, ggufs[0], revision, on_progress)
             return ModelFiles("gguf", path, model, revision)
@@ -80,10 +80,9 @@ def _download_repo(repo: str, model: str, revision: str | None, on_progress: Pro
 def _download_gguf(repo: str, wanted: str, revision: str | None, on_progress: Progress | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    name = wanted if wanted.endswith(".gguf") else _by_quantisation(repo, wanted, revision)
-    refuse_split(Path(name))
+    name = part_name(wanted if wanted.endswith(".gguf") else _by_quantisation(repo, wanted, revision), 1)
     bar = _bar(f"{repo}:{name}", on_progress)
-    folder = snapshot_download(repo, revision=revision, allow_patterns=[name], tqdm_class=bar)
+    folder = snapshot_download(repo, revision=revision, allow_patterns=[part_name(name, "*")], tqdm_class=bar)
     path = Path(folder) / name
     if not path.is_file():
         raise ModelUnavailable(
@@ -97,7 +96,7 @@ def _download_gguf(repo: str, wanted: str, revision: str | None, on_progress: Pr
 def _by_quantisation(repo: str, tag: str, revision: str | None) -> str:
     """The file a tag like Q4_K_M means."""
     files = _list_files(repo, revision) or _cached_files(repo, revision)
-    ggufs = sorted(name for name in files if _is_model_gguf(name))
+    ggufs = whole_ggufs(name for name in files if _is_model_gguf(name))
     matches = [name for name in ggufs if tag.lower() in name.lower()]
     if len(matches) != 1:
         raise ModelUnavailable(

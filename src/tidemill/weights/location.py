@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,12 +20,12 @@ Progress = Callable[[str, int, int], None]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]+)?")
 GGUF_START = b"GGUF"
-_SPLIT_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_SPLIT_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Files on this machine: a Hugging Face folder, or one `.gguf` file."""
+    """Files on this machine: a Hugging Face folder, or one `.gguf` file (of several parts, the first)."""
 
     kind: Literal["folder", "gguf"]
     path: Path
@@ -84,9 +84,9 @@ def find_in_folder(folder: Path, origin: str, revision: str | None = None) -> Mo
     has_safetensors = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
     if has_safetensors:
         return ModelFiles("folder", folder, origin, revision)
-    ggufs = sorted(name for name in names if name.endswith(".gguf") and not name.startswith("mmproj"))
+    ggufs = whole_ggufs(name for name in names if name.endswith(".gguf") and not name.startswith("mmproj"))
     if len(ggufs) == 1:
-        return ModelFiles("gguf", refuse_split(folder / ggufs[0]), origin, revision)
+        return ModelFiles("gguf", _first_part(folder / ggufs[0]), origin, revision)
     if ggufs:
         raise ModelUnavailable(
             f"{origin} holds {len(ggufs)} GGUF files and one must be chosen",
@@ -109,15 +109,25 @@ def find_in_folder(folder: Path, origin: str, revision: str | None = None) -> Mo
     return ModelFiles("folder", folder, origin, revision)
 
 
-def refuse_split(path: Path) -> Path:
-    """One GGUF cut into parts is a different reading; saying so beats failing on the first missing tensor."""
-    if _SPLIT_PART.search(path.name):
-        raise UnsupportedModel(
-            f"{path.name} is one part of a split GGUF",
-            cause="only whole GGUF files are read",
-            fix=shlex.join(["llama-gguf-split", "--merge", str(path), _SPLIT_PART.sub(".gguf", path.name)]),
+def part_name(name: str, part: int | Literal["*"]) -> str:
+    """What another part of a split GGUF is called, or all of them; any other name stays."""
+    return _SPLIT_PART.sub(rf"-{part:05}-of-\1.gguf" if part != "*" else r"-*-of-\1.gguf", name)
+
+
+def whole_ggufs(names: Iterable[str]) -> list[str]:
+    """Of the parts of a split GGUF, the first one alone, which stands for all."""
+    return sorted({part_name(name, 1) for name in names})
+
+
+def _first_part(path: Path) -> Path:
+    first = path.with_name(part_name(path.name, 1))
+    if not first.exists():
+        raise ModelUnavailable(
+            f"{first.name} is missing, the first part of a split GGUF",
+            cause=f"{first.parent} holds later parts of it only",
+            fix="finish the download, or copy the missing file there",
         )
-    return path
+    return first
 
 
 def is_gguf(path: Path) -> bool:
@@ -148,7 +158,7 @@ def _local(path: Path, model: str) -> ModelFiles:
             cause=accepted_forms(),
             fix=f"point at the folder that holds it: {path.absolute().parent}",
         )
-    return ModelFiles("gguf", refuse_split(path), model)
+    return ModelFiles("gguf", _first_part(path), model)
 
 
 def _looks_like_path(model: str) -> bool:

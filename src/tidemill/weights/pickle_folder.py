@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tidemill.errors import BadCheckpoint
+from tidemill.weights.checkpoint import DenseTensors
 from tidemill.weights.json_file import read_json
 from tidemill.weights.location import ModelFiles
 from tidemill.weights.pickle_header import read_pickle_header
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class PickleFolder:
+class PickleFolder(DenseTensors):
     def __init__(self, files: ModelFiles, shards: Shards) -> None:
         self.files = files
         folder = files.path

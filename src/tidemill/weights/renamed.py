@@ -15,6 +15,8 @@ from tidemill.weights.checkpoint import Checkpoint, TensorInfo
 if TYPE_CHECKING:
     import torch
 
+    from tidemill.quant.stored import StoredMatrix
+
 
 class RenamedCheckpoint:
     """Presents exactly the tensors in `names`, a mapping of presented name -> stored name.
@@ -37,6 +39,16 @@ class RenamedCheckpoint:
         self.tensors: dict[str, TensorInfo] = {
             presented: checkpoint.tensors[stored] for presented, stored in self._names.items()
         }
+
+        self.format = checkpoint.format
+        self.schemes = {
+            presented: checkpoint.schemes[stored]
+            for presented, stored in self._names.items()
+            if stored in checkpoint.schemes
+        }
+
+    def read_stored(self, name: str) -> StoredMatrix:
+        return self._checkpoint.read_stored(self._names[name])
 
     def read(self, name: str) -> torch.Tensor:
         if name not in self._names:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill.errors import BadCheckpoint, UnsupportedModel
-from tidemill.weights.checkpoint import TensorInfo
+from tidemill.weights.checkpoint import DenseTensors, TensorInfo
 from tidemill.weights.dtypes import DTYPES
 from tidemill.weights.json_file import read_json
 from tidemill.weights.lfs import refuse_lfs_pointer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MAX_HEADER = 100_000_000
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(DenseTensors):
     def __init__(self, files: ModelFiles, shards: Shards) -> None:
         self.files = files
         folder = files.path

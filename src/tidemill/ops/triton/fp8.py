@@ -182,7 +182,12 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = No
     flat = x.reshape(-1, x.shape[-1])
     if flat.stride(-1) != 1:
         flat = flat.contiguous()
-    out = run(flat, weight, bias, choose(len(flat), weight, flat.dtype))
+    if weight.scheme.group_size is not None:
+        # Groups come from squares of weights: rows of a square have the same scales.
+        out = block_scaled_mm(flat, weight.data, weight.scales[:, ::BLOCK].t(), weight.scheme.group_size)
+        out = out if bias is None else out + bias
+    else:
+        out = run(flat, weight, bias, choose(len(flat), weight, flat.dtype))
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -165,6 +165,7 @@ def test_work_ends_with_its_connection(server, stream, how):
     connection.close()
     wait_load(server, 0)
     server.wait_idle()
+    assert server.metric("vllm:num_requests_running") == 0
 
 
 def test_a_reader_that_does_not_read_holds_up_nobody(server):

@@ -171,7 +171,7 @@ def test_trickled_headers_do_not_extend_their_deadline(impatient):
             return bool(answer)
 
         wait_for(answered, 10, "the deadline")
-    problem(answer, 408)
+    assert problem(answer, 408)["code"] == "request_timeout"
 
 
 def test_a_connection_without_a_request_is_closed(impatient):

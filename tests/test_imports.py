@@ -178,7 +178,7 @@ sys.meta_path.insert(0, Absent())
 )
 def test_an_engine_needs_no_http_stack(module):
     """A machine that only computes has torch, but nothing to serve with."""
-    run_python(f"{BLOCKER}\nimport {module}")
+    assert run_python(f"{BLOCKER}\nimport {module}\nprint('there')").strip() == "there"
 
 
 def test_the_python_api_runs_without_an_http_stack():

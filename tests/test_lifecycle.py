@@ -142,6 +142,7 @@ def test_an_idle_server_uses_no_cpu(running):
 
     # A few of the 200 there are: a thread pool may still be settling when this begins, so it may try again.
     wait_for(lambda: max(ticks_in_two_seconds()) <= 4, 30, "the processes to rest")
+    assert (running.process.pid, running.engine_pid()) == pids
 
 
 def test_a_broken_request_line_or_a_silent_connection_disturbs_nobody(running):
@@ -286,6 +287,7 @@ def test_an_engine_does_not_outlive_a_killed_server():
             server.process.kill()
             server.process.wait()
             wait_for(lambda: not is_alive(engine), 30, "the engine to follow its server")
+        assert not is_alive(engine)
 
 
 def test_a_full_queue_is_429_and_the_others_do_not_notice():

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tidemill.quant.scheme import TABLES
+
 
 @dataclass(frozen=True)
 class StoredMatrix:
@@ -61,8 +63,6 @@ class StoredMatrix:
         """What the codes stand for, float32."""
         if self.table is None:
             return self.codes.float()
-        from tidemill.quant.scheme import TABLES
-
         return torch.tensor(TABLES[self.table], dtype=torch.float32, device=self.codes.device)[self.codes.long()]
 
     def dense(self) -> torch.Tensor:

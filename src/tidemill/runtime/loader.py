@@ -90,17 +90,23 @@ def fill_in_parallel(
     # Quantising takes many times the memory of what it reads: one at a time, all in the same memory.
     changing = threading.Lock()
 
+    def change(fill: Callable[[], None]) -> None:
+        with changing:
+            fill()
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
     def fill(stager: Stager, parameter: Parameter) -> None:
         if keeps_stored(parameter, checkpoint):
             with reading:
                 packed = checkpoint.read_stored(parameter.name)
-            with changing:
-                parameter.fill_packed(packed)
-                if device.type == "cuda":
-                    torch.cuda.current_stream(device).synchronize()
-            if check:
-                refuse_not_finite(parameter, checkpoint)
-            return
+            change(lambda: parameter.fill_packed(packed))
+        else:
+            fill_dense(stager, parameter)
+        if check:
+            refuse_not_finite(parameter, checkpoint)
+
+    def fill_dense(stager: Stager, parameter: Parameter) -> None:
         with reading:
             stored = checkpoint.read(parameter.name)
         target = parameter.target
@@ -111,12 +117,7 @@ def fill_in_parallel(
             stager.copy(stored, target)
         else:
             staged = stager.copy(stored)
-            with changing:
-                parameter.fill(staged)
-                if device.type == "cuda":
-                    torch.cuda.current_stream(device).synchronize()
-        if check:
-            refuse_not_finite(parameter, checkpoint)
+            change(lambda: parameter.fill(staged))
 
     return in_parallel(fill, parameters, device, threads, chunk_bytes)
 
